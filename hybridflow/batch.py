@@ -1,0 +1,110 @@
+"""What flows between roles: N sequences, as a TensorDict of ragged and flat fields.
+
+A ragged field holds one tensor per sequence (a jagged nested tensor); a flat field has one row per sequence. Fields that
+say something about tokens are aligned with `tokens`: element t belongs to token t, so `log_probs[t]` is
+log p(token t | tokens before t) and is 0 where `loss_mask[t]` is False (the prompt).
+
+Fields by convention:
+    tokens             ragged int64    prompt and response
+    loss_mask          ragged bool     True where the policy sampled the token
+    rollout_log_probs  ragged float32  the rollout engine's log-probs
+    log_probs, reference_log_probs, advantages    ragged float32
+    prompt_index       [N] int64       which prompt of the step a sample answers (the group in GRPO)
+    rewards            [N] float32
+    truncated          [N] bool        the response hit the length limit
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+def ragged(rows: Sequence[Tensor]) -> Tensor:
+    """One tensor per sequence, lengths may differ (also 0), as one jagged nested tensor."""
+    offsets = [0, *itertools.accumulate(len(row) for row in rows)]
+    return torch.nested.nested_tensor_from_jagged(torch.cat(list(rows)), torch.tensor(offsets, device=rows[0].device))
+
+
+class Batch:
+    """An immutable table of N sequences."""
+
+    def __init__(self, fields: dict[str, Tensor | Sequence[Tensor]]):
+        """`fields`: a tensor [N, ...] for a flat field, a sequence of N tensors for a ragged one.
+
+        Raises:
+            ValueError: the fields disagree about N, or there are none.
+        """
+        columns = {name: value if isinstance(value, Tensor) else ragged(value) for name, value in fields.items()}
+        sizes = {name: column.shape[0] for name, column in columns.items()}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"the fields of a batch must have one length, not {sizes}")
+        self._data = TensorDict(columns, batch_size=[next(iter(sizes.values()))])
+
+    def __len__(self) -> int:
+        return self._data.batch_size[0]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data.keys()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._data[name]
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} sequences: {', '.join(self.names)})"
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._data.keys())
+
+    def rows(self, name: str) -> list[Tensor]:
+        """One tensor per sequence, views where possible."""
+        return list(self._data[name].unbind(0))
+
+    def lengths(self, name: str = "tokens") -> Tensor:
+        """Elements per sequence of a ragged field, int64 [N]."""
+        return self._data[name].offsets().diff()
+
+    def values(self, name: str) -> Tensor:
+        """All elements of a ragged field, concatenated in the order of the sequences."""
+        return self._data[name].values()
+
+    def with_fields(self, **fields: Tensor | Sequence[Tensor]) -> "Batch":
+        """This batch with fields added or replaced."""
+        return Batch({**{name: self._data[name] for name in self.names}, **fields})
+
+    def only(self, *names: str) -> "Batch":
+        return Batch({name: self._data[name] for name in names if name in self})
+
+    def select(self, indices: Iterable[int]) -> "Batch":
+        """The sequences at `indices`, in that order."""
+        index = torch.as_tensor(list(indices), dtype=torch.int64)
+        fields = {}
+        for name in self.names:
+            column = self._data[name]
+            if column.is_nested:
+                rows = column.unbind(0)
+                fields[name] = [rows[i] for i in index.tolist()]
+            else:
+                fields[name] = column[index]
+        return Batch(fields)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch({name: self._data[name].to(device) for name in self.names})
+
+    @staticmethod
+    def concat(batches: Sequence["Batch"]) -> "Batch":
+        """All sequences of `batches` in order; fields that not all of them have are an error."""
+        names = batches[0].names
+        if any(set(batch.names) != set(names) for batch in batches):
+            raise ValueError(f"batches with different fields: {[batch.names for batch in batches]}")
+        return Batch(
+            {
+                name: [row for batch in batches for row in batch.rows(name)]
+                if batches[0][name].is_nested
+                else torch.cat([batch[name] for batch in batches])
+                for name in names
+            }
+        )

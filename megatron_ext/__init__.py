@@ -1,0 +1,1 @@
+"""What Megatron-core lacks for reinforcement learning of language models; never imports hybridflow."""

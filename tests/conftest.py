@@ -1,0 +1,42 @@
+"""Fixtures that several test modules share, and the marks that say what hardware a test needs."""
+
+import pytest
+import torch
+
+from tests.world import World
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class _Worlds:
+    """Starts a world of a size when a test first asks for it, and a fresh one after a failure."""
+
+    def __init__(self):
+        self._worlds: dict[tuple[int, str], World] = {}
+
+    def __call__(self, size: int, name: str = "") -> World:
+        world = self._worlds.get((size, name))
+        if world is None or not world.alive:
+            world = self._worlds[size, name] = World(size)
+        return world
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    """`worlds(4)`: a running world of 4 ranks, shared by all tests; `worlds(4, "engine")`: another one."""
+    shared = _Worlds()
+    yield shared
+    shared.close()
