@@ -47,7 +47,7 @@ class Batch:
         return self._data.batch_size[0]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._data.keys()
+        return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
         return self._data[name]
