@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import Batch
@@ -25,7 +24,7 @@ class Rollout(Role):
     def __init__(self, name: str, config: Config):
         role = config.roles.rollout
         self.name, self.config = name, config
-        self.layout = Layout(config.world_size, tp=role.tp)
+        self.layout = config.layout(name)
         path = config.model_path("rollout")
         self.hf = HFConfig.from_folder(path)
         self.engine = Engine(

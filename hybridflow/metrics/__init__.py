@@ -1,0 +1,1 @@
+"""What a run measures and how it shows it."""
