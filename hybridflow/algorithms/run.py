@@ -245,14 +245,36 @@ class Run:
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
-        reports = self.worker.memory().result()
-        return {f"memory/peak_bytes/{phase}": max(r[phase] for r in reports if phase in r) for phase in reports[0]}
+        reports = [_by_phase(report) for report in self.worker.memory().result()]
+        phases = {phase for report in reports for phase in report}
+        return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in sorted(phases)}
 
 
 def merge_sums(shards: list[dict[str, float]]) -> dict[str, float]:
     """Metric sums of the data-parallel ranks added up; names ending in `_max` by their maximum."""
     merge = {name: max if name.endswith("_max") else sum for name in shards[0] if name not in ("grad_norm", "lr", "skipped")}
     return {name: how(shard[name] for shard in shards) for name, how in merge.items()}
+
+
+_PHASES = {
+    "rollout.wake_weights": "wake",
+    "rollout.receive": "reshard",
+    "rollout.wake_kv_cache": "wake",
+    "rollout.generate": "rollout",
+    "rollout.sleep": "sleep",
+    "reference.log_probs": "reference",
+    "actor.log_probs": "log_probs",
+    "actor.update": "update",
+}
+
+
+def _by_phase(memory: dict[str, int]) -> dict[str, int]:
+    """A rank's bytes in use by call, as the highest by phase of the step."""
+    found: dict[str, int] = {}
+    for call, size in memory.items():
+        phase = _PHASES.get(call, call)
+        found[phase] = max(found.get(phase, 0), size)
+    return found
 
 
 def vars_of(section: object) -> dict:

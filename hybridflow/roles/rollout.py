@@ -14,7 +14,6 @@ from hybridflow.rollout.engine import Engine, Sampling
 from hybridflow.rollout.tiles import tile_map
 from megatron_ext import device
 from megatron_ext.hf_config import HFConfig
-from megatron_ext.layout import Layout
 from megatron_ext.tiles import TileMap
 
 

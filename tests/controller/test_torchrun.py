@@ -29,7 +29,9 @@ class Toy(Role):
     @remote(THREE_D)
     def double(self, batch: Batch, plus: int = 0) -> Batch:
         dist.barrier()  # every rank takes part
-        return Batch({"doubled": [2 * row + plus for row in batch.rows("tokens")], "rows": torch.full((len(batch),), len(batch))})
+        return Batch(
+            {"doubled": [2 * row + plus for row in batch.rows("tokens")], "rows": torch.full((len(batch),), len(batch))}
+        )
 
     @remote(ONE_TO_ALL)
     def where(self) -> tuple[str, int, int]:
