@@ -1,0 +1,165 @@
+"""Reads a configuration file and `a.b=c` overrides into a `Config`; whatever does not belong there is a `ConfigError`.
+
+config = load("configs/quickstart.yaml", ["run.steps=10", "roles.actor.optimizer.lr=1e-5"])
+"""
+
+import copy
+import difflib
+import types
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from hybridflow.config.schema import Config, ConfigError, ReferenceConfig
+
+# Keys that users of other trainers reach for, or that name what this version cannot do yet.
+_HINTS = {
+    "roles.critic": "this version has no algorithm with a critic",
+    "roles.reward": "reward models are not in this version: use the section reward",
+    "roles.cost": "cost models are not in this version",
+}
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """The configuration in the YAML file `path` with `overrides` ("a.b=c") applied, all types checked.
+
+    Raises:
+        ConfigError: one line that names the key, its value and what was expected.
+    """
+    raw = _merge_overrides(_read(path), overrides or [])
+    _refuse_unknown(raw, Config, "")
+    config = _structured(raw)
+    if config.algorithm.kl_coefficient > 0 and config.roles.reference is None:
+        # the reference has nothing to choose that the actor's layout does not answer already
+        shared = {f.name: getattr(config.roles.actor, f.name) for f in fields(ReferenceConfig)}
+        config.roles.reference = ReferenceConfig(**copy.deepcopy(shared))
+    return config
+
+
+def save(config: Config, path: str | Path) -> None:
+    """Write the resolved configuration as YAML, such that `load` gives it back."""
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return asdict(config)
+
+
+def _read(path: str | Path) -> DictConfig:
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        raw = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(raw, DictConfig):
+        raise ConfigError(f"config file {path} holds a {type(raw).__name__}: write sections of key: value")
+    return raw
+
+
+def _merge_overrides(raw: DictConfig, overrides: list[str]) -> DictConfig:
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} is not of the form key=value, such as run.steps=10")
+        try:
+            raw = OmegaConf.merge(raw, OmegaConf.from_dotlist([override]))
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"override {override!r} cannot be read: {_one_line(error)}") from error
+    return raw
+
+
+def _refuse_unknown(node: Any, schema: type, path: str) -> None:
+    """Walk sections: every key must be a field of the section's dataclass, and every section a mapping."""
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"{path}={node!r} is not a section: write its keys, such as {path}.{fields(schema)[0].name}")
+    hints = get_type_hints(schema)
+    for key in node:
+        full = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            raise ConfigError(_unknown(full, str(key), path, list(hints)))
+        section = _section(hints[key])
+        if section is None or OmegaConf.is_interpolation(node, key):
+            continue
+        value = node._get_node(key)
+        if value is not None and value._is_none():
+            continue  # the type check that follows knows where null is allowed
+        _refuse_unknown(node[key], section, full)
+
+
+def _unknown(full: str, key: str, path: str, known: list[str]) -> str:
+    if full in _HINTS:
+        return f"unknown key {full}: {_HINTS[full]}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if near:
+        return f"unknown key {full}: did you mean {path + '.' if path else ''}{near[0]}?"
+    elsewhere = [name for name in _all_keys(Config, "") if name.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"unknown key {full}: did you mean {elsewhere[0]}?"
+    return f"unknown key {full}: {path or 'the top level'} has {', '.join(known)}"
+
+
+def _all_keys(schema: type, path: str) -> list[str]:
+    keys = []
+    for name, hint in get_type_hints(schema).items():
+        full = f"{path}.{name}" if path else name
+        section = _section(hint)
+        keys += [full] if section is None else [full, *_all_keys(section, full)]
+    return keys
+
+
+def _section(hint: Any) -> type | None:
+    """The dataclass that a type hint stands for (also `X | None`), or None for a value."""
+    for part in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        if is_dataclass(part):
+            return part
+    return None
+
+
+def _structured(raw: DictConfig) -> Config:
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
+        missing = OmegaConf.missing_keys(merged)
+        if missing:
+            raise ConfigError(f"{min(missing)} is not set: give it in the config file or as {min(missing)}=...")
+        return OmegaConf.to_object(merged)
+    except ValidationError as error:
+        raise ConfigError(_ill_typed(error, raw)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from error
+
+
+def _ill_typed(error: ValidationError, raw: DictConfig) -> str:
+    key = error.full_key or ""
+    hint: Any = Config
+    for part in key.partition("[")[0].split("."):
+        hint = get_type_hints(_section(hint))[part] if _section(hint) else dict
+    value = OmegaConf.select(raw, key, throw_on_missing=False, default=None)
+    value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    shown = "null" if value is None else repr(value)
+    return f"{key}={shown} is not {_expected(hint, in_list='[' in key)}"
+
+
+def _expected(hint: Any, in_list: bool = False) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [part for part in get_args(hint) if part is not type(None)]
+        return f"{_expected(kinds[0], in_list)} or null"
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is list:
+        item = get_args(hint)[0]
+        return _expected(item) if in_list else {float: "a list of numbers", str: "a list of strings"}[item]
+    if get_origin(hint) is dict or hint is dict:
+        return "a section of key: value"
+    if is_dataclass(hint):
+        return "a section of key: value"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,245 @@
+"""Every key of a configuration file, with its type, its default and what it means.
+
+The dataclasses are OmegaConf structured configs: `load.py` fills them from YAML and overrides. Imports no torch, so that a
+wrong key is reported at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omegaconf import MISSING
+
+from megatron_ext.layout import Layout
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ConfigError(ValueError):
+    """The configuration or an input that it names is wrong; the message is one line that says which key to change."""
+
+
+def free() -> Any:
+    """A section whose keys belong to another library or to a task."""
+    return field(default_factory=dict)
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING  # a folder in HF format
+    dtype: Dtype = "bfloat16"  # of the weights in training and in the rollout engine; optimizers keep float32 masters
+
+
+@dataclass
+class ModelOverride:
+    """A role's own model; what is left out is taken from `model`."""
+
+    path: str | None = None
+    dtype: Dtype | None = None
+
+
+@dataclass
+class ClusterConfig:
+    launcher: Literal["torchrun", "ray"] = "torchrun"
+    nodes: int = 1
+    ranks_per_node: int = 1  # processes on a node: one per GPU
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1.0e-6
+    grad_clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1.0e-8
+    warmup_steps: int = 0  # optimizer steps over which the learning rate rises from 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int = 0  # optimizer steps until min_lr, warm-up included; needed by linear and cosine
+    min_lr: float = 0.0
+
+
+@dataclass
+class MegatronRoleConfig:
+    """A role that lives in Megatron-core: where, in which layout, and how much it takes at once."""
+
+    ranks: Any = "all"  # all | [0, 1] | ["node0:[0,1]", ...]
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False  # takes effect where tp > 1
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload: list[str] = field(default_factory=list)
+    forward_micro_batch_tokens: int = 16384  # tokens of a packed micro-batch without backward
+    model: ModelOverride | None = None
+    dtype: Dtype | None = None
+    megatron: dict[str, Any] = free()  # fields of TransformerConfig
+
+
+@dataclass
+class ActorConfig(MegatronRoleConfig):
+    micro_batch_tokens: int = 8192  # tokens of a packed micro-batch with backward
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class ReferenceConfig(MegatronRoleConfig):
+    pass
+
+
+@dataclass
+class RolloutConfig:
+    """vLLM in the training processes; it always runs the actor's weights."""
+
+    ranks: Any = "all"
+    tp: int = 1
+    dtype: Dtype | None = None
+    expert_parallel: bool = False
+    gpu_memory_utilization: float = 0.6  # share of a GPU's memory that vLLM may use while it generates
+    engine_args: dict[str, Any] = free()  # arguments of vLLM's LLM
+
+
+@dataclass
+class RolesConfig:
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reference: ReferenceConfig | None = None  # the frozen starting model, for algorithm.kl_coefficient > 0
+
+
+@dataclass
+class AlgorithmConfig:
+    name: Literal["grpo"] = "grpo"
+    epochs: int = 1  # passes over the samples of a step
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coefficient: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    normalize_advantages: bool = True  # divide a group's advantages by the standard deviation of its rewards
+    loss_level: Literal["token", "sequence"] = "token"
+    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"  # auto: recompute when a step has several updates
+
+
+@dataclass
+class BatchConfig:
+    prompts: int = 32  # per step
+    samples_per_prompt: int = 8
+    mini_batches: int = 1  # optimizer steps per pass
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_prompt_tokens: int = 128  # longer prompts are dropped and counted
+    max_response_tokens: int = 64
+
+
+@dataclass
+class DataConfig:
+    source: Literal["reasoning_gym", "file"] = "reasoning_gym"
+    task: str = ""  # source reasoning_gym: the task's name
+    options: dict[str, Any] = free()  # source reasoning_gym: the task's own options
+    path: str = ""  # source file: a .parquet or .jsonl file
+    prompt_key: str = "prompt"  # the column with a prompt string or a list of chat messages
+    answer_key: str = "answer"
+    system_prompt: str = ""
+    prompt_template: str = "{question}"
+    response_template: str = "{answer}"  # the response that a warm start teaches
+    seed: int = 0
+
+
+@dataclass
+class RewardConfig:
+    kind: Literal["task", "last_integer", "function"] = "task"
+    function: str = ""  # kind function: path/to/file.py:name
+    concurrency: int = 8
+    timeout: float = 10.0  # seconds for one response
+    cache_size: int = 0  # rewards kept by (prompt, response); 0: none
+
+
+@dataclass
+class WarmStartConfig:
+    """Supervised steps on the task's own answers before the first step of the algorithm."""
+
+    steps: int = 0
+    batch_size: int = 64  # sequences per step
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.0e-3))
+    correct_fraction: float = 1.0  # the rest are taught with a wrong answer
+
+
+@dataclass
+class EvaluationConfig:
+    """Greedy accuracy on fixed problems that never occur in training, before and after."""
+
+    problems: int = 64  # 0: no evaluation
+    every: int = 0  # also after every so many steps; 0: only before and after
+
+
+@dataclass
+class ReshardingConfig:
+    bucket_mb: int = 256  # packed messages between two ranks hold at most so many MiB
+    verify_every: int = 0  # bit-exact comparison every so many steps; 0: at the first step only
+
+
+@dataclass
+class RunConfig:
+    dir: str = MISSING
+    steps: int = 100
+    seed: int = 1
+    save_every: int = 0  # checkpoint every so many steps; 0: only the trained model at the end
+    resume: Literal["auto", "never"] = "auto"
+    overwrite: bool = False  # delete the run that `dir` holds
+    profile: bool = False
+    port: int = 0  # where the ranks meet; 0: a free port
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.nodes * self.cluster.ranks_per_node
+
+    @property
+    def recompute_log_probs(self) -> bool:
+        """Whether the old policy's log-probs come from a forward pass of the actor instead of from the rollout engine."""
+        if self.algorithm.old_log_probs != "auto":
+            return self.algorithm.old_log_probs == "recompute"
+        return self.batch.mini_batches * self.algorithm.epochs > 1
+
+    def megatron_roles(self) -> dict[str, MegatronRoleConfig]:
+        """The configured roles that live in Megatron-core, by name."""
+        roles = {"actor": self.roles.actor, "reference": self.roles.reference}
+        return {name: role for name, role in roles.items() if role is not None}
+
+    def layout(self, role: str) -> Layout:
+        """The layout of a Megatron role over all ranks."""
+        r = self.megatron_roles()[role]
+        sequence_parallel = r.sequence_parallel and r.tp > 1
+        return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel)
+
+    def model_path(self, role: str) -> str:
+        override = self.megatron_roles()[role].model if role != "rollout" else self.roles.actor.model
+        return (override and override.path) or self.model.path
+
+    def dtype(self, role: str) -> str:
+        """`float32` or `bfloat16`; the rollout's is its own, else the actor's."""
+        if role == "rollout":
+            return self.roles.rollout.dtype or self.dtype("actor")
+        own = self.megatron_roles()[role]
+        return own.dtype or (own.model and own.model.dtype) or self.model.dtype
