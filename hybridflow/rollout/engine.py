@@ -298,6 +298,8 @@ def _cpu_arguments(hf: HFConfig, own: dict[str, Any], engine_args: dict[str, Any
     sequences, block = int(engine_args.get("max_num_seqs", 256)), int(engine_args.get("block_size", 32))
     heads = max(1, hf.num_kv_heads // own["tensor_parallel_size"])
     token_bytes = 2 * hf.num_layers * heads * hf.head_dim * getattr(torch, own["dtype"]).itemsize
+    if block % 32:
+        raise ValueError(f"roles.rollout.engine_args.block_size={block} is not a multiple of 32, which attention on CPU needs")
     blocks_per_sequence = -(-own["max_model_len"] // block)
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     allowed = int(psutil.virtual_memory().total * own["gpu_memory_utilization"]) // ranks_of_host

@@ -39,6 +39,8 @@ def preserved_process_state() -> Iterator[None]:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core must run in this very process
+    # vLLM's CPU collectives use a name that torch 2.13 deprecates: one line per rank, at the first generation
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated", category=FutureWarning)
     environment = dict(os.environ)
     functions = [(torch, "set_num_threads"), (torch, "Event"), (torch.cuda, "Event"), (torch.cuda, "Stream")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
@@ -97,8 +99,6 @@ def apply_patches() -> None:
     parallel_state.destroy_distributed_environment = _forget_world
     if current_platform.is_cpu():
         _patch_cpu()
-        # one line per rank and call about names that newer torch gives its collectives
-        warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated", category=FutureWarning)
 
 
 def _forget_world() -> None:
