@@ -8,6 +8,7 @@ import sys
 import traceback
 
 from hybridflow import cli
+from hybridflow.config.load import load
 from hybridflow.config.schema import Config
 
 
@@ -47,18 +48,17 @@ def drive(config: Config, transport: object) -> None:
         train(run, ALGORITHMS[config.algorithm.name](run))
 
 
-def main() -> None:
-    """Outside torchrun this is `hybridflow train`; inside, the job on this rank."""
-    if "RANK" not in os.environ:
-        sys.exit(cli.main(["train", *sys.argv[1:]]))
-    config = cli.load_rank_config(sys.argv[1:])
+def main(config_path: str, overrides: list[str]) -> int:
+    """The job on a rank that torchrun or srun started."""
+    config = load(config_path, overrides)
     try:
         run_rank(config)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # peers may hang in a collective with this rank, and so would an orderly shutdown
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.main(["train", *sys.argv[1:]]))
