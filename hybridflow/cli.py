@@ -27,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning of language models.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="hybridflow", description="Reinforcement learning of language models.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", usage=TRAIN_USAGE, allow_abbrev=False, help="run a job")
@@ -39,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check_env)
 
     convert = commands.add_parser("convert", help="turn a GGUF model into a folder in HF format")
-    convert.add_argument("--from", required=True, dest="source", metavar="X", help="a .gguf file, or an installed package that ships one")
+    convert.add_argument(
+        "--from", required=True, dest="source", metavar="X", help="a .gguf file, or an installed package that ships one"
+    )
     convert.add_argument("--to", required=True, dest="destination", metavar="DIR", help="the folder to write")
     convert.set_defaults(run=_convert)
 

@@ -1,0 +1,92 @@
+"""The batch ladder: what the batch sizes of a configuration mean, from the prompts of a step to one rank's micro-batches.
+
+prompts -> samples -> mini-batches -> samples per data-parallel rank -> micro-batches
+"""
+
+from dataclasses import dataclass
+
+from hybridflow.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Rung:
+    name: str
+    size: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """One step's sizes; `micro_batches` is an upper bound, since sequences are packed by their real lengths."""
+
+    prompts: int
+    samples: int
+    mini_batch: int  # samples per optimizer step
+    optimizer_steps: int  # per step of the algorithm
+    dp: int
+    rank_samples: int  # of a mini-batch on one data-parallel rank, filled up where dp does not divide
+    sequence_tokens: int  # the longest sequence
+    micro_batches: int  # of a mini-batch on one data-parallel rank, at most
+    engines: int
+    rungs: tuple[Rung, ...]
+
+    def render(self) -> str:
+        names = max(len(rung.name) for rung in self.rungs)
+        sizes = max(len(rung.size) for rung in self.rungs)
+        return "\n".join(f"{rung.name:<{names}}  {rung.size:>{sizes}}  {rung.meaning}".rstrip() for rung in self.rungs)
+
+
+def ladder(config: Config) -> Ladder:
+    """The ladder of one step; pure arithmetic."""
+    batch, actor, layout = config.batch, config.roles.actor, config.layout("actor")
+    samples = batch.prompts * batch.samples_per_prompt
+    mini_batch = samples // batch.mini_batches
+    rank_samples = -(-mini_batch // layout.dp)
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
+    # no more than the sequences, and no more than when every sequence has full length
+    micro_batches = -(-rank_samples // max(1, actor.micro_batch_tokens // longest))
+    engines = config.world_size // config.roles.rollout.tp
+    optimizer_steps = batch.mini_batches * config.algorithm.epochs
+    rungs = (
+        Rung("ranks", f"{config.world_size}", f"{config.cluster.nodes} nodes x {config.cluster.ranks_per_node}"),
+        Rung("actor", layout.describe(), f"{config.dtype('actor')}, {config.model_path('actor')}"),
+        *_reference(config),
+        Rung("rollout", f"{engines} x TP{config.roles.rollout.tp}", f"{config.dtype('rollout')}, engines x ranks of an engine"),
+        Rung("prompts", f"{batch.prompts}", f"per step; at most {-(-batch.prompts // engines)} per engine"),
+        Rung("samples", f"{samples}", f"{batch.samples_per_prompt} per prompt; at most {longest} tokens each"),
+        Rung("mini-batches", f"{batch.mini_batches}", f"of {mini_batch} samples: {optimizer_steps} optimizer steps per step"),
+        Rung(
+            "per rank",
+            f"{rank_samples}",
+            f"samples of a mini-batch on each of {layout.dp} data-parallel ranks{_fill(mini_batch, layout.dp)}",
+        ),
+        Rung(
+            "micro-batches",
+            f"<= {micro_batches}",
+            f"per rank and mini-batch, of at most {actor.micro_batch_tokens} packed tokens",
+        ),
+        Rung("steps", f"{config.run.steps}", f"{config.run.steps * samples} samples in all; {_warm_start(config)}"),
+    )
+    return Ladder(
+        batch.prompts, samples, mini_batch, optimizer_steps, layout.dp, rank_samples, longest, micro_batches, engines, rungs
+    )
+
+
+def _reference(config: Config) -> list[Rung]:
+    if config.roles.reference is None:
+        return []
+    return [
+        Rung(
+            "reference", config.layout("reference").describe(), f"{config.dtype('reference')}, {config.model_path('reference')}"
+        )
+    ]
+
+
+def _fill(mini_batch: int, dp: int) -> str:
+    missing = -mini_batch % dp
+    return f" ({missing} masked fill-ups)" if missing else ""
+
+
+def _warm_start(config: Config) -> str:
+    warm = config.warm_start
+    return f"warm start: {warm.steps} steps of {warm.batch_size} sequences" if warm.steps else "no warm start"

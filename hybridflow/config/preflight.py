@@ -1,0 +1,304 @@
+"""What can be known to be wrong with a job before it starts: no process group, no engine, no torch.
+
+`check` refuses with a `ConfigError` that shows both sides' values and the key to change; the checks go from the
+cheapest to the dearest.
+"""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from hybridflow.config.data_checks import check_data
+from hybridflow.config.model_folder import check_model_folder
+from hybridflow.config.run_folder import check_run_folder
+from hybridflow.config.schema import Config, ConfigError, OptimizerConfig
+from megatron_ext.hf_config import HFConfig, UnsupportedModel
+
+# vLLM's attention on CPU is built for these sizes of a head.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+# Smallest allowed values; the type checks are done when the file is read.
+_AT_LEAST = {
+    "cluster.nodes": 1,
+    "cluster.ranks_per_node": 1,
+    "roles.rollout.tp": 1,
+    "algorithm.epochs": 1,
+    "algorithm.clip_low": 0,
+    "algorithm.clip_high": 0,
+    "algorithm.kl_coefficient": 0,
+    "batch.prompts": 1,
+    "batch.samples_per_prompt": 1,
+    "batch.mini_batches": 1,
+    "sampling.max_prompt_tokens": 1,
+    "sampling.max_response_tokens": 1,
+    "reward.concurrency": 1,
+    "reward.cache_size": 0,
+    "warm_start.steps": 0,
+    "warm_start.batch_size": 1,
+    "evaluation.problems": 0,
+    "evaluation.every": 0,
+    "resharding.bucket_mb": 1,
+    "resharding.verify_every": 0,
+    "run.steps": 0,
+    "run.save_every": 0,
+    "run.port": 0,
+}
+_ROLE_AT_LEAST_ONE = ("tp", "pp", "vpp", "cp", "ep", "etp", "forward_micro_batch_tokens")
+
+# Fields of the other libraries that follow from keys of ours: given twice, one of the two would be ignored.
+_OWNED_BY_US = {
+    "megatron": {
+        "tensor_model_parallel_size": "tp",
+        "pipeline_model_parallel_size": "pp",
+        "virtual_pipeline_model_parallel_size": "vpp",
+        "context_parallel_size": "cp",
+        "expert_model_parallel_size": "ep",
+        "expert_tensor_parallel_size": "etp",
+        "sequence_parallel": "sequence_parallel",
+        "recompute_granularity": "recompute",
+        "bf16": "dtype",
+        "params_dtype": "dtype",
+    },
+    "engine_args": {
+        "tensor_parallel_size": "tp",
+        "dtype": "dtype",
+        "enable_expert_parallel": "expert_parallel",
+        "gpu_memory_utilization": "gpu_memory_utilization",
+    },
+}
+
+
+def check(config: Config, run_folder: bool = True) -> None:
+    """Refuse a job that cannot run or would silently do something else than asked.
+
+    Raises:
+        ConfigError: one line. `run_folder=False` leaves out the check of `run.dir`, once the run has begun to write there.
+    """
+    _check_not_yet(config)
+    _check_numbers(config)
+    _check_cluster(config)
+    _check_algorithm(config)
+    models = {role: _read_model(config, role) for role in config.megatron_roles()}
+    for role, hf in models.items():
+        _check_layout(config, role, hf)
+    _check_rollout(config, models["actor"])
+    _check_lengths(config, models["actor"])
+    for role, hf in models.items():
+        check_model_folder(Path(config.model_path(role)), hf)
+    if run_folder:
+        check_run_folder(Path(config.run.dir), config.run.overwrite)
+    check_data(config)
+
+
+def check_devices(config: Config) -> str:
+    """The device that the job runs on, `cuda` or `cpu`; imports torch.
+
+    Raises:
+        ConfigError: fewer GPUs than ranks on this node, or a model that the rollout engine cannot run on this device.
+    """
+    import torch
+
+    gpus, ranks = torch.cuda.device_count(), config.cluster.ranks_per_node
+    device = config.cluster.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda" and gpus < ranks:
+        raise ConfigError(
+            f"cluster.ranks_per_node={ranks} but torch can use {gpus} GPUs on this machine: lower it, or set cluster.device=cpu"
+        )
+    head_dim = _read_model(config, "actor").head_dim
+    if device == "cpu" and head_dim not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        raise ConfigError(
+            f"model.path={config.model_path('actor')}: head size {head_dim} is not one of vLLM's on CPU ({sizes})"
+        )
+    return device
+
+
+def _check_not_yet(config: Config) -> None:
+    if config.cluster.launcher == "ray":
+        raise ConfigError("cluster.launcher=ray is not supported yet: use torchrun")
+    everywhere = list(range(config.world_size))
+    roles = {**config.megatron_roles(), "rollout": config.roles.rollout}
+    for name, role in roles.items():
+        if role.ranks not in ("all", everywhere):
+            raise ConfigError(f"roles.{name}.ranks={role.ranks}: roles on a part of the ranks are not supported yet: use all")
+    for name, role in config.megatron_roles().items():
+        for key in ("cp", "ep", "etp"):
+            if getattr(role, key) > 1:
+                raise ConfigError(f"roles.{name}.{key}={getattr(role, key)} is not supported yet: use 1")
+        if role.offload:
+            raise ConfigError(f"roles.{name}.offload={role.offload} is not supported yet: use []")
+    if config.roles.rollout.expert_parallel:
+        raise ConfigError("roles.rollout.expert_parallel=true is not supported yet: use false")
+    if config.run.save_every:
+        raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
+    if config.run.profile:
+        raise ConfigError("run.profile=true is not supported yet: use false")
+
+
+def _check_numbers(config: Config) -> None:
+    values = asdict(config)
+    limits = dict(_AT_LEAST)
+    for name in config.megatron_roles():
+        limits |= {f"roles.{name}.{key}": 1 for key in _ROLE_AT_LEAST_ONE}
+    limits["roles.actor.micro_batch_tokens"] = 1
+    for key, least in limits.items():
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        if value < least:
+            raise ConfigError(f"{key}={value} is too small: use at least {least}")
+    if config.sampling.temperature <= 0:
+        raise ConfigError(
+            f"sampling.temperature={config.sampling.temperature} must be above 0: training samples are never greedy"
+        )
+    for key, value in (
+        ("sampling.top_p", config.sampling.top_p),
+        ("roles.rollout.gpu_memory_utilization", config.roles.rollout.gpu_memory_utilization),
+    ):
+        if not 0 < value <= 1:
+            raise ConfigError(f"{key}={value} is not in (0, 1]")
+    if not 0 <= config.warm_start.correct_fraction <= 1:
+        raise ConfigError(f"warm_start.correct_fraction={config.warm_start.correct_fraction} is not in [0, 1]")
+    if config.reward.timeout <= 0:
+        raise ConfigError(f"reward.timeout={config.reward.timeout} must be above 0 seconds")
+    if not 0 <= config.run.port <= 65535:
+        raise ConfigError(f"run.port={config.run.port} is not a port: use 0 (a free one) to 65535")
+    _check_optimizer("roles.actor.optimizer", config.roles.actor.optimizer)
+    _check_optimizer("warm_start.optimizer", config.warm_start.optimizer)
+
+
+def _check_optimizer(key: str, o: OptimizerConfig) -> None:
+    for name in ("lr", "grad_clip", "weight_decay", "warmup_steps", "decay_steps", "min_lr"):
+        if getattr(o, name) < 0:
+            raise ConfigError(f"{key}.{name}={getattr(o, name)} is too small: use at least 0")
+    if o.eps <= 0:
+        raise ConfigError(f"{key}.eps={o.eps} must be above 0")
+    if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
+        raise ConfigError(f"{key}.betas={o.betas} are not two numbers in [0, 1)")
+    if o.schedule != "constant" and o.decay_steps <= o.warmup_steps:
+        raise ConfigError(
+            f"{key}.schedule={o.schedule} needs decay_steps={o.decay_steps} above warmup_steps={o.warmup_steps}:"
+            f" set {key}.decay_steps"
+        )
+
+
+def _check_cluster(config: Config) -> None:
+    """The layouts fit the processes that the config asks for, and those are the processes that torchrun started."""
+    c, world = config.cluster, config.world_size
+    started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else world
+    if started != world:
+        raise ConfigError(
+            f"torchrun started {started} processes, but cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node}"
+            f" = {world}: start {world}, or change these keys"
+        )
+    for name, role in config.megatron_roles().items():
+        needed = role.tp * role.pp * role.cp
+        if world % needed:
+            have = f"cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node} = {world} processes"
+            what = "are fewer than" if world < needed else "are not a multiple of"
+            raise ConfigError(
+                f"{have} {what} roles.{name}.tp={role.tp} x pp={role.pp} x cp={role.cp} = {needed}:"
+                " change cluster.ranks_per_node or the layout"
+            )
+        if role.vpp > 1 and role.pp == 1:
+            raise ConfigError(f"roles.{name}.vpp={role.vpp} needs a pipeline, but roles.{name}.pp=1: use vpp=1 or a larger pp")
+    tp, ranks = config.roles.rollout.tp, c.ranks_per_node
+    if ranks % tp:
+        divisors = _either([n for n in range(1, ranks + 1) if ranks % n == 0])
+        raise ConfigError(f"roles.rollout.tp={tp} does not divide cluster.ranks_per_node={ranks}: use {divisors}")
+
+
+def _check_algorithm(config: Config) -> None:
+    b, a = config.batch, config.algorithm
+    samples = b.prompts * b.samples_per_prompt
+    if samples % b.mini_batches:
+        raise ConfigError(
+            f"batch.prompts={b.prompts} x batch.samples_per_prompt={b.samples_per_prompt} = {samples} samples cannot be"
+            f" cut into batch.mini_batches={b.mini_batches} equal parts"
+        )
+    if a.name == "grpo" and b.samples_per_prompt < 2:
+        raise ConfigError(
+            "batch.samples_per_prompt=1 gives no advantage, since grpo compares the samples of a prompt: use at least 2"
+        )
+    if config.sampling.top_p < 1 and not config.recompute_log_probs:
+        raise ConfigError(
+            f"sampling.top_p={config.sampling.top_p} truncates the distribution that the rollout's log-probs refer to:"
+            " use 1.0, or algorithm.old_log_probs=recompute"
+        )
+    for section, keys in _OWNED_BY_US.items():
+        roles = config.megatron_roles() if section == "megatron" else {"rollout": config.roles.rollout}
+        for name, role in roles.items():
+            for key in sorted(set(getattr(role, section)) & set(keys)):
+                raise ConfigError(
+                    f"roles.{name}.{section}.{key} follows from another key: set roles.{name}.{keys[key]} instead"
+                )
+
+
+def _read_model(config: Config, role: str) -> HFConfig:
+    try:
+        return HFConfig.from_folder(config.model_path(role))
+    except UnsupportedModel as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
+    layout = config.layout(role)
+    _check_divides(f"roles.{role}.tp", layout.tp, hf, kv_heads_may_repeat=False)
+    try:
+        layout.stage_layers(hf.num_layers)
+    except ValueError as error:
+        raise ConfigError(f"roles.{role}: {error}: change roles.{role}.pp or roles.{role}.vpp") from error
+
+
+def _check_divides(key: str, tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> None:
+    """vLLM repeats KV heads on the ranks that are more than there are KV heads; a training shard has each head once."""
+    fits = [n for n in range(1, hf.num_heads + 1) if _tp_fits(n, hf, kv_heads_may_repeat)]
+    if tp in fits:
+        return
+    sizes = {
+        "num_attention_heads": hf.num_heads,
+        "num_key_value_heads": hf.num_kv_heads,
+        "intermediate_size": hf.intermediate_size,
+    }
+    if kv_heads_may_repeat and tp > hf.num_kv_heads and tp % hf.num_kv_heads == 0:
+        del sizes["num_key_value_heads"]
+    name, size = next((name, size) for name, size in sizes.items() if size % tp)
+    raise ConfigError(f"{key}={tp} does not divide the model's {name}={size}: use {_either(fits)}")
+
+
+def _tp_fits(tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> bool:
+    kv = hf.num_kv_heads % tp == 0 or (kv_heads_may_repeat and tp % hf.num_kv_heads == 0)
+    return kv and hf.num_heads % tp == 0 and hf.intermediate_size % tp == 0
+
+
+def _check_rollout(config: Config, hf: HFConfig) -> None:
+    tp = config.roles.rollout.tp
+    _check_divides("roles.rollout.tp", tp, hf, kv_heads_may_repeat=True)
+    padded = (hf.vocab_size + 63) // 64 * 64  # vLLM pads to 64 whatever the number of ranks; Megatron to 64 x tp
+    if padded % tp:
+        raise ConfigError(f"roles.rollout.tp={tp} does not divide the model's vocab_size={hf.vocab_size}, padded to {padded}")
+
+
+def _check_lengths(config: Config, hf: HFConfig) -> None:
+    s = config.sampling
+    longest = s.max_prompt_tokens + s.max_response_tokens
+    both = (
+        f"sampling.max_prompt_tokens={s.max_prompt_tokens} + sampling.max_response_tokens={s.max_response_tokens} = {longest}"
+    )
+    if longest > hf.max_position_embeddings:
+        raise ConfigError(
+            f"{both} is more than the model's max_position_embeddings={hf.max_position_embeddings}: lower one of them"
+        )
+    budgets = {"roles.actor.micro_batch_tokens": config.roles.actor.micro_batch_tokens}
+    for name, role in config.megatron_roles().items():
+        budgets[f"roles.{name}.forward_micro_batch_tokens"] = role.forward_micro_batch_tokens
+    for key, budget in budgets.items():
+        if budget < longest:
+            raise ConfigError(f"{key}={budget} does not hold one sequence: {both}: use at least {longest}")
+
+
+def _either(numbers: list[int]) -> str:
+    words = [str(n) for n in numbers]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,0 +1,43 @@
+"""The run's folder: may it be written to, and does it hold a run already?"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hybridflow.config.schema import ConfigError
+
+# What a run writes into its folder; `overwrite` deletes these and nothing else.
+RUN_FILES = (
+    "config.yaml", "metrics.jsonl", "samples.jsonl", "warm_start.jsonl", "evaluation.jsonl", "summary.json",
+    "tensorboard", "timeline", "plots", "checkpoints", "hf",
+)  # fmt: skip
+SIGNS_OF_A_RUN = ("config.yaml", "metrics.jsonl", "checkpoints")
+
+
+def check_run_folder(folder: Path, overwrite: bool) -> None:
+    """Raises ConfigError: the folder holds a run that is not to be overwritten, or cannot be written to."""
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ConfigError(f"run.dir={folder}: {parent} is a file: choose another run.dir")
+    try:
+        tempfile.TemporaryDirectory(dir=parent).cleanup()  # permission bits do not tell for root or read-only mounts
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written ({parent}: {error.strerror}): choose another run.dir") from error
+    held = [name for name in SIGNS_OF_A_RUN if (folder / name).exists()]
+    if held and not overwrite:
+        raise ConfigError(
+            f"run.dir={folder} holds a run already ({held[0]}): set run.overwrite=true to delete it, or another run.dir"
+        )
+
+
+def prepare_run_folder(folder: Path) -> None:
+    """Make the folder, without what an earlier run wrote there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in RUN_FILES:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
