@@ -43,7 +43,7 @@ def drive(config: Config, transport: object) -> None:
     from hybridflow.roles.registry import handles
 
     source = open_source(config)
-    with Recorder(config) as recorder, Scorer(config, source) as scorer:
+    with Recorder(config.run.dir, config) as recorder, Scorer(config, source) as scorer:
         run = Run(config, handles(config, transport), source, scorer, recorder)
         train(run, ALGORITHMS[config.algorithm.name](run))
 

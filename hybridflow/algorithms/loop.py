@@ -23,17 +23,14 @@ ALGORITHMS = {"grpo": GRPO}
 
 
 def train(run: Run, algorithm: Algorithm) -> None:
-    config, recorder = run.config, run.recorder
+    config = run.config
     warm_start(run)
-    accuracy = {"before": run.evaluate()}
+    run.evaluate()
     algorithm.prepare()
-    for step in range(config.run.steps):
-        with recorder.phase("step"):
-            algorithm.step(run.next_problems(config.batch.prompts))
-        every = config.evaluation.every
-        if every and (step + 1) % every == 0 and step + 1 < config.run.steps:
-            run.metrics["evaluation/accuracy"] = run.evaluate()
+    for step in range(1, config.run.steps + 1):
+        run.begin_step()
+        algorithm.step(run.next_problems(config.batch.prompts))
         run.finish_step()
-    accuracy["after"] = run.evaluate()
+        if step == config.run.steps or (config.evaluation.every and step % config.evaluation.every == 0):
+            run.evaluate()
     run.actor.export(str(Path(config.run.dir) / "hf")).result()
-    recorder.finish(accuracy)

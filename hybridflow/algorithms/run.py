@@ -30,6 +30,8 @@ class Run:
 
     Attributes:
         actor, rollout, reference: role handles; reference is None where the config has none.
+        step_index: 0 before the first step (warm start, first evaluation), then 1, 2, ...
+        position: in the source's order of problems.
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
     """
 
@@ -38,11 +40,7 @@ class Run:
         self.actor, self.rollout = roles["actor"], roles["rollout"]
         self.reference, self.worker = roles.get("reference"), roles["worker"]
         self.throughput = Throughput(config)
-        self.step_index = 0
-        self._problems_seen = 0
-        self._begin()
-
-    def _begin(self) -> None:
+        self.step_index = self.position = 0
         self.metrics: dict[str, float | int | bool | None] = {}
         self._updates: list[dict[str, float]] = []
 
@@ -50,8 +48,7 @@ class Run:
 
     def next_problems(self, count: int) -> list[Problem]:
         """The next `count` problems in the source's order, across all phases of the run."""
-        problems = [self.source.problem(self._problems_seen + i) for i in range(count)]
-        self._problems_seen += count
+        problems, self.position = self.source.take(self.position, count)
         return problems
 
     def mini_batches(self, samples: Batch) -> list[Batch]:
@@ -94,7 +91,7 @@ class Run:
 
     def _wake(self) -> None:
         every = self.config.resharding.verify_every
-        verify = self.step_index % every == 0 if every else self.step_index == 0
+        verify = self.step_index % every == 0 if every else self.step_index <= 1
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
@@ -154,15 +151,16 @@ class Run:
             )
         ]
 
-    def evaluate(self) -> float | None:
-        """Greedy accuracy (mean reward of greedy answers) on the fixed evaluation problems; None where there are none."""
+    def evaluate(self) -> None:
+        """Record the greedy accuracy (mean reward of greedy answers) on the fixed evaluation problems, where there are any."""
         problems = self.source.evaluation
         if not problems:
-            return None
+            return
         samples = self.generate(problems, 1, greedy=True)
         rewards, responses = self._score(problems, samples)
         self.recorder.samples(self._rows("evaluation", problems, samples, responses, rewards))
-        return rewards.mean().item()
+        seconds = sum(self.recorder.take_phases().values())
+        self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
 
     # --- log-probs
 
@@ -226,22 +224,22 @@ class Run:
         self._updates.append(numbers)
         return numbers
 
-    def forget_updates(self) -> None:
-        """Leave the updates so far out of the metrics: they belonged to another phase."""
+    def begin_step(self) -> None:
+        """What was measured since the last step (warm start, evaluation) stays out of this one."""
+        self.step_index += 1
+        self.metrics, self._updates = {}, []
         self.throughput.reset()
-        self._begin()
+        self.recorder.take_phases()
+        self._memory()
 
-    def finish_step(self) -> dict:
-        """Complete the step's metrics, hand them to the recorder, and begin the next step."""
+    def finish_step(self) -> None:
+        """Complete the step's metrics and hand them to the recorder."""
         for name in self._updates[0] if self._updates else ():
             self.metrics[f"actor/{name}"] = sum(update[name] for update in self._updates) / len(self._updates)
         metrics = {"step": self.step_index} | self.metrics
-        metrics |= self.throughput.finish(self.recorder.phases)
         metrics |= self._memory()
+        metrics |= self.throughput.finish(self.recorder.seconds())
         self.recorder.log(metrics)
-        self.step_index += 1
-        self._begin()
-        return metrics
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""

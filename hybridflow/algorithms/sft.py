@@ -8,18 +8,14 @@ from hybridflow.batch import Batch
 from hybridflow.data.problems import Problem
 
 
-def warm_start(run: Run) -> list[float]:
-    """`warm_start.steps` steps on demonstrations from the run's own source. Returns the loss of every step."""
+def warm_start(run: Run) -> None:
+    """`warm_start.steps` steps on demonstrations from the run's own source."""
     settings = run.config.warm_start
     if settings.steps:
         run.start_training(settings.optimizer)
-    losses = []
     for step in range(settings.steps):
         batch = demonstrations(run, run.next_problems(settings.batch_size))
-        losses.append(run.update(batch, LikelihoodObjective())["loss"])
-        run.recorder.progress("warm start", step + 1, settings.steps, {"loss": losses[-1]})
-    run.forget_updates()
-    return losses
+        run.recorder.warm_start(step + 1, run.update(batch, LikelihoodObjective()))
 
 
 def demonstrations(run: Run, problems: list[Problem]) -> Batch:
