@@ -43,6 +43,13 @@ class MicroBatch:
     def max_seqlen(self) -> int:
         return self.packed.max_seqlen_q
 
+    @property
+    def segments(self) -> Tensor:
+        """[T] int64: which sequence a token belongs to, padding's counted on."""
+        lengths = self.cu_seqlens.diff().long()
+        index = torch.arange(len(lengths), device=lengths.device)
+        return torch.repeat_interleave(index, lengths, output_size=len(self.tokens))
+
     def rows(self, values: Tensor) -> list[Tensor]:
         """`values` [T], aligned with labels, as one tensor per sequence, aligned with its tokens: 0 for the first token."""
         rows, start = [], 0
@@ -145,7 +152,8 @@ def forward_backward(
             tensor, sums to report); called for real micro-batches only, on the last stage.
 
     Returns:
-        On the last stage the reported sums, added up over this rank's micro-batches; None on the other stages.
+        On the last stage the reported sums, added up over this rank's micro-batches (names ending in `_max`: the largest);
+        None on the other stages.
     """
     reports = _run(chunks, micro_batches, loss_function, temperature, forward_only=False)
     if not _on_last_stage():
@@ -153,7 +161,8 @@ def forward_backward(
     totals: dict[str, Tensor] = {}
     for report in reports:
         for name, value in report.items():
-            totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+            merge = torch.maximum if name.endswith("_max") else torch.add
+            totals[name] = merge(totals[name], value.detach()) if name in totals else value.detach()
     return totals
 
 

@@ -1,11 +1,9 @@
 """What all Megatron roles share: groups, model, tile map, micro-batches, and handing weights to another role."""
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridflow.batch import Batch
@@ -35,10 +33,8 @@ class MegatronRole(Role):
             self.tiles = self.tile_map(dist.get_rank())
             weights.load_hf(self.chunks, self.tiles, self.model_path)
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        with self.state.current(), device.scope():
-            yield
+    def context(self) -> contextlib.AbstractContextManager:
+        return self.state.current()
 
     def tile_map(self, rank: int) -> weights.TileMap:
         return weights.tile_map(self.hf, self.layout, rank, self.spec)
@@ -53,8 +49,8 @@ class MegatronRole(Role):
         multiple = self.layout.tp * self.layout.cp
         lengths = batch.lengths("tokens").tolist()
         count = torch.tensor(len(partition(lengths, budget, multiple)), device=device.current())
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        parts = partition(lengths, budget, multiple, count=min(int(count), len(lengths)))
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.state.dp_group)
+        parts = [part for part in partition(lengths, budget, multiple, count=int(count)) if part]
         longest = max(sum(lengths[i] for i in part) for part in parts)
         length = (longest + multiple - 1) // multiple * multiple
         columns = {name: batch.rows(name) for name in batch.names if batch[name].is_nested}
@@ -64,8 +60,7 @@ class MegatronRole(Role):
     def forward(self, batch: Batch) -> Batch | None:
         """Log-probs and entropy of every token, ragged fp32 in the batch's order; None off the last stage."""
         micro_batches, order = self.micro_batches(batch, self.role.forward_micro_batch_tokens)
-        with torch.no_grad():
-            outputs = step.forward(self.chunks, micro_batches, self.config.sampling.temperature)
+        outputs = step.forward(self.chunks, micro_batches, self.config.sampling.temperature)
         if outputs is None:
             return None
         rows = [None] * len(order)
