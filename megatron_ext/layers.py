@@ -152,7 +152,7 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_,
     ) -> Tensor:
-        """Packed: query [t, heads, d], key and value [t, groups, d] -> [t, heads x d]. Plain: [s, b, ...] -> [s, b, heads x d]."""
+        """query [t, heads, d], key and value [t, groups, d] -> [t, heads x d]; not packed: [s, b, ...] -> [s, b, heads x d]."""
         if packed_seq_params is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
             return self._batch(query, key, value).transpose(0, 1)
