@@ -1,0 +1,1 @@
+"""What a run writes and shows: JSONL, TensorBoard, the console, plots, the closing summary."""
