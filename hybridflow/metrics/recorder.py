@@ -1,0 +1,156 @@
+"""Records a run: one JSON object per step, TensorBoard, the console, samples, a plot of the reward, a closing summary.
+
+    with Recorder(config.run.dir, config) as recorder:
+        recorder.evaluation(step=0, accuracy=0.1, problems=64)
+        for step in range(1, steps + 1):
+            with recorder.phase("rollout"):
+                ...
+            recorder.log({"step": step, "reward/mean": 0.3})    # adds time/rollout and time/step
+            recorder.samples([{"step": step, "prompt": ..., "response": ..., "reward": ...}])
+
+Lives in the driver only.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch.utils.tensorboard import SummaryWriter
+
+from hybridflow.config.load import save
+from hybridflow.config.run_folder import prepare_run_folder
+from hybridflow.config.schema import Config
+from hybridflow.metrics.console import Console
+from hybridflow.metrics.plot import plot_reward
+from hybridflow.metrics.summary import Evaluation, History, summarize
+
+MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns
+PLOT_EVERY = 10
+
+
+class Recorder:
+    """The driver's notebook of a run; every line is on disk when a call returns."""
+
+    def __init__(self, run_dir: str | Path, config: Config, stream: TextIO | None = None):
+        """`stream`: where the console output goes (stdout). Deletes an earlier run's files when `run.overwrite` is set."""
+        self.folder = Path(run_dir)
+        if config.run.overwrite:
+            prepare_run_folder(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save(config, self.folder / "config.yaml")
+        self.history = History(started=time.monotonic())
+        self._files: dict[str, TextIO] = {}
+        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+        self._console = Console(config.run.steps, stream)
+        self._phases: dict[str, float] = {}
+        self._step_started: float | None = None
+        self._memory_at_third: dict[str, float] = {}
+        self._memory_warned: set[str] = set()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close(error)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `time/NAME` of the step that is logged next; times of one name add up."""
+        start = time.monotonic()
+        if self._step_started is None:
+            self._step_started = start
+        try:
+            yield
+        finally:
+            self._phases[name] = self._phases.get(name, 0.0) + time.monotonic() - start
+
+    def log(self, step: dict[str, Any]) -> None:
+        """Record one step: `step["step"]` and metrics (numbers, booleans, one-element tensors; None: not measured).
+
+        Adds `time/NAME` of the phases since the last call and `time/step`, from the first of them until now.
+        """
+        now = time.monotonic()
+        metrics = {name: _plain(value) for name, value in step.items()}
+        for name, seconds in self._phases.items():
+            metrics.setdefault(f"time/{name}", seconds)
+        if self._step_started is not None:
+            metrics.setdefault("time/step", now - self._step_started)
+        self._phases, self._step_started = {}, None
+        self.history.steps.append(metrics)
+        self._write("metrics.jsonl", metrics)
+        self._scalars(metrics["step"], metrics)
+        self._console.step(metrics)
+        self._watch_memory(metrics)
+        if len(self.history.steps) % PLOT_EVERY == 0:
+            plot_reward(self.history, self.folder / "plots" / "reward.png")
+
+    def samples(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append rows, such as {"step", "prompt", "response", "answer", "reward"}, to samples.jsonl."""
+        for row in rows:
+            self._write("samples.jsonl", {name: _plain(value) for name, value in row.items()})
+
+    def warm_start(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record a supervised step of the warm start (warm_start.jsonl)."""
+        metrics = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
+        self.history.warm_start.append(metrics)
+        self._write("warm_start.jsonl", metrics)
+        self._scalars(step, {f"warm_start/{name}": value for name, value in metrics.items()})
+        self._console.warm_start(metrics)
+
+    def evaluation(self, step: int, accuracy: float, problems: int, seconds: float = 0.0) -> None:
+        """Record the greedy accuracy on the fixed problems after `step` steps (0: before the first)."""
+        self.history.evaluations.append(Evaluation(step, float(accuracy), problems, seconds))
+        self._write("evaluation.jsonl", {"step": step, "accuracy": float(accuracy), "problems": problems, "seconds": seconds})
+        self._scalars(step, {"evaluation/accuracy": float(accuracy)})
+        self._console.line(f"greedy accuracy on {problems} problems after {step} steps: {accuracy:.3f}")
+
+    def line(self, text: str) -> None:
+        """Show a line on the console, above the live table where there is one."""
+        self._console.line(text)
+
+    def close(self, error: BaseException | None = None) -> str:
+        """Write the plot and the summary, show the summary, and return it. `error`: what ended the run early."""
+        if self.history.steps:
+            plot_reward(self.history, self.folder / "plots" / "reward.png")
+        for file in self._files.values():
+            file.close()
+        self._tensorboard.close()
+        self._console.close()
+        summary = summarize(self.history, self.folder, time.monotonic(), error)
+        (self.folder / "summary.json").write_text(json.dumps(summary.values, indent=2) + "\n")
+        self._console.line(summary.text)
+        return summary.text
+
+    def _write(self, name: str, row: dict[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = (self.folder / name).open("a")
+        self._files[name].write(json.dumps(row) + "\n")
+        self._files[name].flush()
+
+    def _scalars(self, step: int, metrics: dict[str, Any]) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, bool | int | float) and name.rpartition("/")[2] != "step" or name == "time/step":
+                self._tensorboard.add_scalar(name, float(value), step)
+        self._tensorboard.flush()
+
+    def _watch_memory(self, metrics: dict[str, Any]) -> None:
+        """The first steps fill caches; what grows after the third is a leak until shown otherwise."""
+        peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak_bytes/") and value}
+        if len(self.history.steps) == 3:
+            self._memory_at_third = peaks
+        for name, value in peaks.items():
+            third = self._memory_at_third.get(name)
+            if third and value > MEMORY_GROWTH * third and name not in self._memory_warned:
+                self._memory_warned.add(name)
+                self._console.line(
+                    f"warning: memory of phase {name.rpartition('/')[2]} grew from {third / 2**30:.2f} GiB at the third step"
+                    f" to {value / 2**30:.2f} GiB"
+                )
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of numpy and torch as Python's own."""
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,36 @@
+"""The ladder's numbers against numbers worked out by hand."""
+
+import pytest
+
+from hybridflow.config.ladder import ladder
+from hybridflow.config.load import load
+
+
+def make(tmp_path, *overrides):
+    (tmp_path / "c.yaml").write_text("model: {path: m}\nrun: {dir: r}\n")
+    return ladder(load(tmp_path / "c.yaml", list(overrides)))
+
+
+def test_by_hand(tmp_path):
+    steps = make(
+        tmp_path,
+        "cluster.ranks_per_node=8",
+        "roles.actor={tp: 2, pp: 2, micro_batch_tokens: 500}",
+        "roles.rollout.tp=2",
+        "batch={prompts: 10, samples_per_prompt: 6, mini_batches: 4}",
+        "algorithm.epochs=2",
+        "sampling={max_prompt_tokens: 100, max_response_tokens: 60}",
+    )
+    # 60 samples, 15 a mini-batch, DP 2: 8 on the fuller rank; 3 sequences of 160 tokens fit 500: 3 micro-batches
+    assert (steps.samples, steps.mini_batch, steps.dp, steps.rank_samples) == (60, 15, 2, 8)
+    assert (steps.sequence_tokens, steps.micro_batches, steps.optimizer_steps, steps.engines) == (160, 3, 8, 4)
+    text = steps.render()
+    for part in ("TP2 x PP2 x DP2", "4 x TP2", "1 masked fill-ups", "<= 3", "at most 3 per engine"):
+        assert part in text
+    assert max(len(line) for line in text.splitlines()) < 128
+
+
+@pytest.mark.parametrize("budget,expected", [(192, 8), (383, 8), (384, 4), (100_000, 1)])
+def test_micro_batches_by_budget(tmp_path, budget, expected):
+    steps = make(tmp_path, f"roles.actor.micro_batch_tokens={budget}", "batch={prompts: 4, samples_per_prompt: 2}")
+    assert steps.micro_batches == expected

@@ -1,0 +1,117 @@
+"""Loading: defaults, overrides, and one clear line for whatever does not belong into a configuration."""
+
+import re
+
+import pytest
+
+from hybridflow.config.load import load, save
+from hybridflow.config.schema import ConfigError
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m, dtype: float32}\nroles: {actor: {tp: 2, pp: 2}}\nrun: {dir: r}\n")
+    return file
+
+
+def test_defaults_and_overrides(path):
+    config = load(
+        path, ["roles.actor.optimizer.lr=2e-5", "cluster.ranks_per_node=8", "data.options.max_terms=2", "run.steps=7"]
+    )
+    assert config.roles.actor.optimizer.lr == 2e-5 and isinstance(config.roles.actor.optimizer.lr, float)
+    assert config.data.options == {"max_terms": 2}
+    assert (config.run.steps, config.world_size, config.layout("actor").dp) == (7, 8, 2)
+    assert config.roles.reference is None
+    assert config.sampling.temperature == 1.0
+
+
+def test_free_sections_keep_anything(path):
+    config = load(path, ["roles.actor.megatron={a: {b: [1, x]}}", "roles.rollout.engine_args.enforce_eager=true"])
+    assert config.roles.actor.megatron == {"a": {"b": [1, "x"]}}
+    assert config.roles.rollout.engine_args == {"enforce_eager": True}
+
+
+def test_a_role_may_have_its_own_model_and_dtype(path):
+    config = load(path, ["roles.reference={model: {path: other}}", "roles.rollout.dtype=bfloat16"])
+    assert [config.model_path(role) for role in ("actor", "rollout", "reference")] == ["m", "m", "other"]
+    assert [config.dtype(role) for role in ("actor", "rollout", "reference")] == ["float32", "bfloat16", "float32"]
+
+
+def test_kl_brings_a_reference_in_the_actors_layout(path):
+    config = load(path, ["algorithm.kl_coefficient=0.1", "roles.actor.megatron.x=1"])
+    assert config.roles.reference is not None
+    assert config.layout("reference") == config.layout("actor")
+    assert config.roles.reference.megatron == {"x": 1}
+    assert config.roles.reference.megatron is not config.roles.actor.megatron
+
+
+@pytest.mark.parametrize(
+    "overrides,expected",
+    [
+        ([], False),
+        (["batch.mini_batches=2"], True),
+        (["algorithm.epochs=2"], True),
+        (["batch.mini_batches=2", "algorithm.old_log_probs=rollout"], False),
+        (["algorithm.old_log_probs=recompute"], True),
+    ],
+)
+def test_when_log_probs_are_recomputed(path, overrides, expected):
+    assert load(path, overrides).recompute_log_probs is expected
+
+
+def test_save_and_load_again(path, tmp_path):
+    config = load(path, ["data.options={a: [1, 2]}", "algorithm.kl_coefficient=0.5", "data.system_prompt='a: b'"])
+    save(config, tmp_path / "resolved.yaml")
+    assert load(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("roles.actor.tp=two", "roles.actor.tp='two' is not an integer"),
+        ("roles.actor.tp=2.5", "roles.actor.tp=2.5 is not an integer"),
+        ("run.steps=true", "run.steps=True is not an integer"),
+        ("roles.actor.optimizer.lr=high", "roles.actor.optimizer.lr='high' is not a number"),
+        ("roles.actor.optimizer.betas=0.9", "roles.actor.optimizer.betas=0.9 is not a list of numbers"),
+        ("roles.actor.optimizer.betas=[0.9,x]", "roles.actor.optimizer.betas[1]='x' is not a number"),
+        ("run.overwrite=maybe", "run.overwrite='maybe' is not true or false"),
+        ("run.dir=null", "run.dir=null is not a string"),
+        ("cluster.device=gpu", "cluster.device='gpu' is not one of auto, cuda, cpu"),
+        ("roles.actor.dtype=half", "roles.actor.dtype='half' is not one of float32, bfloat16 or null"),
+        ("data.options=3", "data.options=3 is not a section of key: value"),
+        ("batch=3", "batch=3 is not a section: write its keys, such as batch.prompts"),
+        ("roles.actor=null", "roles.actor=null is not a section of key: value"),
+        ("roles.actr.tp=1", "unknown key roles.actr: did you mean roles.actor?"),
+        ("roles.actor.optimizer.lrr=1", "unknown key roles.actor.optimizer.lrr: did you mean roles.actor.optimizer.lr?"),
+        ("lr=1", "unknown key lr: did you mean roles.actor.optimizer.lr?"),
+        ("batch.xyz=1", "unknown key batch.xyz: batch has prompts, samples_per_prompt, mini_batches"),
+        ("roles.critic.tp=1", "unknown key roles.critic: this version has no algorithm with a critic"),
+        ("run.steps=${batch.nope}", "run.steps: Interpolation key 'batch.nope' not found"),
+        ("steps", "override 'steps' is not of the form key=value, such as run.steps=10"),
+    ],
+)
+def test_refuses(path, override, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load(path, [override])
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("model: [", "is not valid YAML"),
+        ("- a", "holds a ListConfig"),
+        ("run: {steps: 3}", "model.path is not set"),
+        ("run: {dir: r, dir: s}", "is not valid YAML"),
+    ],
+)
+def test_refuses_files(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        load(tmp_path / "c.yaml")
+    assert "\n" not in str(refused.value)
+
+
+def test_refuses_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml does not exist$"):
+        load(tmp_path / "nothing.yaml")

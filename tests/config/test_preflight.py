@@ -1,0 +1,320 @@
+"""What is refused before a start, with its exact message; what is fine passes."""
+
+import json
+import re
+
+import pytest
+
+from hybridflow.config import preflight
+from hybridflow.config.load import load
+from hybridflow.config.schema import ConfigError
+from tests.config.folders import write_config, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def check(tmp_path, model, *overrides):
+    preflight.check(load(write_config(tmp_path, model), list(overrides)))
+
+
+def refused(tmp_path, model, *overrides) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(tmp_path, model, *overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_passes(tmp_path, model):
+    check(tmp_path, model)
+    assert not (tmp_path / "run").exists()  # checking leaves nothing behind
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["roles.actor={tp: 1, pp: 4}"],
+        ["roles.actor={tp: 1, pp: 2, vpp: 2}"],
+        ["roles.actor={tp: 1, pp: 1}", "batch.prompts=7"],  # 14 samples a mini-batch over DP 4: filled up, not refused
+        ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
+        ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed
+        ["roles.actor.ranks=[0,1,2,3]"],
+        ["algorithm.kl_coefficient=0.1"],
+    ],
+)
+def test_passes_with(tmp_path, model, overrides):
+    model4 = write_model(tmp_path / "wide", intermediate_size=128, vocab_size=256)
+    check(tmp_path, model, *(text.replace("{model}", str(model4)) for text in overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        (["cluster.launcher=ray"], "cluster.launcher=ray is not supported yet: use torchrun"),
+        (
+            ["roles.rollout.ranks=[0,1]"],
+            "roles.rollout.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+        ),
+        (["roles.actor.cp=2"], "roles.actor.cp=2 is not supported yet: use 1"),
+        (["run.save_every=5"], "run.save_every=5: checkpoints are not supported yet: use 0"),
+        (["roles.actor.tp=0"], "roles.actor.tp=0 is too small: use at least 1"),
+        (["batch.prompts=0"], "batch.prompts=0 is too small: use at least 1"),
+        (["roles.actor.optimizer.lr=-1"], "roles.actor.optimizer.lr=-1.0 is too small: use at least 0"),
+        (["roles.actor.optimizer.betas=[0.9]"], "roles.actor.optimizer.betas=[0.9] are not two numbers in [0, 1)"),
+        (
+            ["roles.actor.optimizer.schedule=cosine"],
+            "roles.actor.optimizer.schedule=cosine needs decay_steps=0 above warmup_steps=0:"
+            " set roles.actor.optimizer.decay_steps",
+        ),
+        (["sampling.temperature=0"], "sampling.temperature=0.0 must be above 0: training samples are never greedy"),
+        (["sampling.top_p=1.5"], "sampling.top_p=1.5 is not in (0, 1]"),
+        (
+            ["sampling.top_p=0.9", "batch.mini_batches=1"],
+            "sampling.top_p=0.9 truncates the distribution that the rollout's log-probs refer to: use 1.0,"
+            " or algorithm.old_log_probs=recompute",
+        ),
+        (
+            ["cluster.ranks_per_node=2"],
+            "cluster.nodes=1 x cluster.ranks_per_node=2 = 2 processes are fewer than roles.actor.tp=2 x pp=2 x cp=1 = 4:"
+            " change cluster.ranks_per_node or the layout",
+        ),
+        (
+            ["cluster.ranks_per_node=6"],
+            "cluster.nodes=1 x cluster.ranks_per_node=6 = 6 processes are not a multiple of roles.actor.tp=2 x pp=2 x cp=1"
+            " = 4: change cluster.ranks_per_node or the layout",
+        ),
+        (["roles.rollout.tp=3"], "roles.rollout.tp=3 does not divide cluster.ranks_per_node=4: use 1, 2 or 4"),
+        (
+            ["roles.actor={tp: 4, pp: 1}"],
+            "roles.actor.tp=4 does not divide the model's num_key_value_heads=2: use 1 or 2",
+        ),
+        (
+            ["roles.actor={tp: 3, pp: 1}", "cluster.ranks_per_node=3", "roles.rollout.tp=1"],
+            "roles.actor.tp=3 does not divide the model's num_attention_heads=4: use 1 or 2",
+        ),
+        (
+            ["roles.actor={tp: 1, pp: 3}", "cluster.ranks_per_node=3", "roles.rollout.tp=1"],
+            "roles.actor: num_hidden_layers=4 is not a multiple of pp=3 x vpp=1: change roles.actor.pp or roles.actor.vpp",
+        ),
+        (
+            ["roles.actor.vpp=4"],
+            "roles.actor: num_hidden_layers=4 is not a multiple of pp=2 x vpp=4: change roles.actor.pp or roles.actor.vpp",
+        ),
+        (
+            ["roles.actor={tp: 2, pp: 1, vpp: 2}"],
+            "roles.actor.vpp=2 needs a pipeline, but roles.actor.pp=1: use vpp=1 or a larger pp",
+        ),
+        (
+            ["batch.mini_batches=3"],
+            "batch.prompts=8 x batch.samples_per_prompt=4 = 32 samples cannot be cut into batch.mini_batches=3 equal parts",
+        ),
+        (
+            ["batch.samples_per_prompt=1"],
+            "batch.samples_per_prompt=1 gives no advantage, since grpo compares the samples of a prompt: use at least 2",
+        ),
+        (
+            ["sampling.max_response_tokens=200"],
+            "sampling.max_prompt_tokens=128 + sampling.max_response_tokens=200 = 328 is more than the model's"
+            " max_position_embeddings=256: lower one of them",
+        ),
+        (
+            ["roles.actor.micro_batch_tokens=100"],
+            "roles.actor.micro_batch_tokens=100 does not hold one sequence: sampling.max_prompt_tokens=128 +"
+            " sampling.max_response_tokens=64 = 192: use at least 192",
+        ),
+        (
+            ["roles.actor.megatron.tensor_model_parallel_size=2"],
+            "roles.actor.megatron.tensor_model_parallel_size follows from another key: set roles.actor.tp instead",
+        ),
+        (
+            ["roles.rollout.engine_args.dtype=half"],
+            "roles.rollout.engine_args.dtype follows from another key: set roles.rollout.dtype instead",
+        ),
+        (
+            ["data.prompt_template='{question} {hint}'"],
+            "data.prompt_template='{question} {hint}' must hold {question} and no other name in braces",
+        ),
+        (["reward={kind: function, function: f.py}"], "reward.function='f.py' is not of the form path/to/file.py:name"),
+        (["reward={kind: function, function: 'no.py:f'}"], "reward.function=no.py:f: there is no file no.py"),
+        (
+            ["data={source: file, path: x.jsonl}"],
+            "reward.kind=task is a task's own scorer, but data.source=file has none: use last_integer or function",
+        ),
+        (["data={source: file, path: x.csv}", "reward.kind=last_integer"],
+         "data.path='x.csv' must be a .parquet or .jsonl file, since data.source=file"),
+        (["data={source: file, path: x.jsonl}", "reward.kind=last_integer"], "data.path=x.jsonl does not exist"),
+        (["data.task=chain_sun"], "data.task='chain_sun' is not a reasoning_gym task: did you mean chain_sum?"),
+        (
+            ["data.options={terms: 2}"],
+            "data.options={'max_terms': 2, 'terms': 2} do not fit data.task=chain_sum:"
+            " ChainSumConfig.__init__() got an unexpected keyword argument 'terms'",
+        ),
+    ],
+)  # fmt: skip
+def test_refuses(tmp_path, model, overrides, message):
+    assert refused(tmp_path, model, *overrides) == message
+
+
+def test_rollout_vocabulary(tmp_path):
+    odd = write_model(tmp_path / "odd", vocab_size=65, num_attention_heads=3, num_key_value_heads=3)  # pads to 128
+    overrides = ["cluster.ranks_per_node=3", "roles={actor: {tp: 1, pp: 1}, rollout: {tp: 3}}"]
+    assert refused(tmp_path, odd, *overrides) == "roles.rollout.tp=3 does not divide the model's vocab_size=65, padded to 128"
+
+
+def test_torchrun_with_another_number_of_processes(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert refused(tmp_path, model) == (
+        "torchrun started 2 processes, but cluster.nodes=1 x cluster.ranks_per_node=4 = 4: start 4, or change these keys"
+    )
+
+
+class TestModelFolder:
+    def test_missing(self, tmp_path):
+        folder = tmp_path / "none"
+        assert refused(tmp_path, folder) == f"model folder {folder} does not exist: give a folder in HF format"
+
+    def test_unsupported_architecture(self, tmp_path, model):
+        folder = write_model(tmp_path / "m")
+        (folder / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+        assert "architecture GPT2LMHeadModel is not supported: use one of" in refused(tmp_path, folder)
+
+    def test_rope_scaling_is_refused_by_name(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        config = json.loads((folder / "config.json").read_text()) | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert "rope_scaling of type 'llama3' is not supported" in refused(tmp_path, folder)
+
+    def test_no_safetensors(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        (folder / "model.safetensors").unlink()
+        assert refused(tmp_path, folder) == (
+            f"model folder {folder} has no safetensors: it needs model.safetensors or model.safetensors.index.json"
+        )
+
+    def test_shards(self, tmp_path):
+        folder = write_model(tmp_path / "m", shards=3)
+        check(tmp_path, folder)
+        (folder / "model-00002-of-00003.safetensors").unlink()
+        assert refused(tmp_path, folder) == (
+            f"model folder {folder} lacks model-00002-of-00003.safetensors (1 of 3 shards in its index are missing)"
+        )
+
+    def test_truncated(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        data = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data[:-5])
+        assert refused(tmp_path, folder) == (
+            f"{folder}/model.safetensors is not a complete safetensors file"
+            f" ({len(data) - 5} bytes, not {len(data)}): copy it again"
+        )
+        (folder / "model.safetensors").write_bytes(b"abc")
+        assert "is not a complete safetensors file (3 bytes)" in refused(tmp_path, folder)
+
+    def test_tensors_that_do_not_fit_the_config(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
+        assert f"model folder {folder} lacks the tensor model.layers.4." in refused(tmp_path, folder)
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 71}))
+        assert refused(tmp_path, folder) == (
+            f"model folder {folder}: model.embed_tokens.weight has shape [70, 64], but config.json asks for [71, 64]"
+        )
+
+    def test_untied_needs_an_output_layer(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        assert "lacks the tensor lm_head.weight" in refused(tmp_path, folder)
+
+    def test_no_tokenizer(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        (folder / "tokenizer.json").unlink()
+        assert "has no tokenizer" in refused(tmp_path, folder)
+
+    def test_a_roles_own_model(self, tmp_path, model):
+        text = refused(tmp_path, model, "roles.reference.model.path=missing")
+        assert text == "model folder missing does not exist: give a folder in HF format"
+
+
+class TestRunFolder:
+    def test_holds_a_run(self, tmp_path, model):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("{}\n")
+        assert refused(tmp_path, model) == (
+            f"run.dir={folder} holds a run already (metrics.jsonl): set run.overwrite=true to delete it, or another run.dir"
+        )
+        check(tmp_path, model, "run.overwrite=true")
+        assert (folder / "metrics.jsonl").exists()  # the check itself deletes nothing
+        preflight.check(load(tmp_path / "config.yaml"), run_folder=False)
+
+    def test_an_empty_folder_is_fine(self, tmp_path, model):
+        (tmp_path / "run").mkdir()
+        check(tmp_path, model)
+
+    def test_a_file_in_the_way(self, tmp_path, model):
+        (tmp_path / "file").write_text("")
+        text = refused(tmp_path, model, f"run.dir={tmp_path}/file/run")
+        assert text == f"run.dir={tmp_path}/file/run: {tmp_path}/file is a file: choose another run.dir"
+
+    def test_cannot_be_written(self, tmp_path, model):
+        text = refused(tmp_path, model, "run.dir=/proc/hybridflow/run")  # not even root writes there
+        assert re.fullmatch(r"run\.dir=/proc/hybridflow/run cannot be written \(/proc: .*\): choose another run\.dir", text)
+
+
+class TestData:
+    def test_columns(self, tmp_path, model):
+        file = tmp_path / "x.jsonl"
+        file.write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
+        source = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer"]
+        assert (
+            refused(tmp_path, model, *source) == f"data.prompt_key=prompt is not a column of {file}, which has question, answer"
+        )
+        check(tmp_path, model, *source, "data.prompt_key=question")
+        file.write_text("not json\n")
+        assert f"data.path={file}: line 1 is not JSON" in refused(tmp_path, model, *source)
+
+    def test_parquet(self, tmp_path, model):
+        import pyarrow
+        import pyarrow.parquet
+
+        file = tmp_path / "x.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"], "truth": ["2"]}), file)
+        source = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer"]
+        assert refused(tmp_path, model, *source) == f"data.answer_key=answer is not a column of {file}, which has prompt, truth"
+        check(tmp_path, model, *source, "data.answer_key=truth")
+        file.write_text("no")
+        assert f"data.path={file} is not a parquet file" in refused(tmp_path, model, *source)
+
+    def test_reward_function(self, tmp_path, model):
+        file = tmp_path / "rewards.py"
+        file.write_text("import nothing_like_this\ndef score(response, answer): return 1.0\n")
+        check(tmp_path, model, f"reward={{kind: function, function: '{file}:score'}}")
+        text = refused(tmp_path, model, f"reward={{kind: function, function: '{file}:scores'}}")
+        assert text == f"reward.function={file}:scores: {file} defines score, not scores"
+        file.write_text("def (:\n")
+        assert f"{file} line 1: invalid syntax" in refused(
+            tmp_path, model, f"reward={{kind: function, function: '{file}:score'}}"
+        )
+
+
+class TestDevices:
+    def test_fewer_gpus_than_ranks(self, tmp_path, model, monkeypatch):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        config = load(write_config(tmp_path, model), ["cluster.device=auto"])
+        with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=4 but torch can use 2 GPUs on this machine"):
+            preflight.check_devices(config)
+
+    def test_auto(self, tmp_path, model, monkeypatch):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+        assert preflight.check_devices(load(write_config(tmp_path, model), ["cluster.device=auto"])) == "cpu"
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+        assert preflight.check_devices(load(write_config(tmp_path, model), ["cluster.device=auto"])) == "cuda"
+
+    def test_head_size_on_cpu(self, tmp_path):
+        odd = write_model(tmp_path / "odd", head_dim=48)
+        with pytest.raises(ConfigError, match="head size 48 is not one of vLLM's on CPU"):
+            preflight.check_devices(load(write_config(tmp_path, odd)))

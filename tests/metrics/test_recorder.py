@@ -1,0 +1,177 @@
+"""What a recorder writes and shows, read back with independent readers."""
+
+import io
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hybridflow.config.load import load
+from hybridflow.metrics import recorder as module
+from hybridflow.metrics.recorder import Recorder
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is moved."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "c.yaml").write_text(f"model: {{path: m}}\nrun: {{dir: '{tmp_path}/run', steps: 30}}\n")
+    return load(tmp_path / "c.yaml")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run(tmp_path, config, clock):
+    out, run = io.StringIO(), tmp_path / "run"
+    recorder = Recorder(run, config, out)
+    recorder.evaluation(0, 0.25, 64)
+    recorder.warm_start(1, {"loss": torch.tensor(2.5)})
+    for step in range(1, 13):
+        with recorder.phase("rollout"):
+            clock.now += 2
+        with recorder.phase("update"):
+            clock.now += 1
+        with recorder.phase("update"):
+            clock.now += 0.5
+        clock.now += 0.5  # outside of all phases
+        recorder.log({"step": step, "reward/mean": torch.tensor(step / 12), "reshard/verified": True if step == 1 else None})
+        assert len(lines(run / "metrics.jsonl")) == step  # on disk at once
+        clock.now += 7  # between steps: nobody's time
+    recorder.samples([{"step": 12, "prompt": "1+1=", "response": "2", "reward": torch.tensor(1.0)}])
+    recorder.evaluation(12, 0.9, 64)
+    text = recorder.close()
+
+    rows = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[0] == {
+        "step": 1,
+        "reward/mean": pytest.approx(1 / 12),
+        "reshard/verified": True,
+        "time/rollout": 2.0,
+        "time/update": 1.5,
+        "time/step": 4.0,
+    }
+    assert rows[1]["reshard/verified"] is None
+    assert lines(run / "samples.jsonl") == [{"step": 12, "prompt": "1+1=", "response": "2", "reward": 1.0}]
+    assert lines(run / "warm_start.jsonl") == [{"step": 1, "loss": 2.5}]
+    assert [(row["step"], row["accuracy"]) for row in lines(run / "evaluation.jsonl")] == [(0, 0.25), (12, 0.9)]
+    assert (run / "plots/reward.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert load(run / "config.yaml") == config
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["reward_first"] == pytest.approx((1 + 2 + 3) / 3 / 12)
+    assert summary["reward_last"] == pytest.approx(sum(range(3, 13)) / 10 / 12)
+    assert summary["time_shares"] == {"rollout": 0.5, "update": 0.375, "other": 0.125}
+    assert (summary["accuracy_before"], summary["accuracy_after"], summary["stopped_by"]) == (0.25, 0.9, None)
+    assert summary["seconds"] == 12 * 11
+    assert text.splitlines()[0] == "finished after 12 steps in 2 min 12 s"
+    assert "reward         0.167 (first 3 steps) -> 0.625 (last 10)" in text
+    assert "accuracy       0.250 -> 0.900 (greedy, 64 held-out problems)" in text
+    assert "time           4.00 s a step (median): rollout 50%, update 38%, other 12%" in text
+    assert f"metrics        {run}/metrics.jsonl" in text and "trained model" not in text
+    assert out.getvalue().endswith(text + "\n")
+
+
+def test_tensorboard(tmp_path, config):
+    with Recorder(tmp_path / "run", config, io.StringIO()) as recorder:
+        recorder.log({"step": 3, "reward/mean": 0.5, "reshard/verified": False, "actor/lr": None})
+        recorder.evaluation(3, 0.75, 8)
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"reward/mean", "reshard/verified", "evaluation/accuracy"}
+    scalar = events.Scalars("reward/mean")[0]
+    assert (scalar.step, scalar.value) == (3, 0.5)
+
+
+def test_plain_lines_are_aligned(tmp_path, config):
+    out = io.StringIO()
+    with Recorder(tmp_path / "run", config, out) as recorder:
+        for step in range(1, 4):
+            recorder.log({"step": step, "reward/mean": step / 4, "mismatch/log_prob_abs_max": 3e-5, "time/step": 61.5})
+    header, *rows = out.getvalue().splitlines()[:4]
+    assert "\x1b" not in out.getvalue()
+    assert {len(row) for row in rows} == {len(header)}
+    for title, cell in (("step", "2"), ("reward", "0.500"), ("mismatch", "3.0e-05"), ("step s", "61.50"), ("tokens", "-")):
+        end = header.index(f"  {title}", 1) + 2 + len(title) if title != "step" else header.index("step") + 4
+        assert rows[1][:end].endswith(cell)
+
+
+def test_live_table_on_a_terminal(tmp_path, config, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "140")
+    out = Terminal()
+    with Recorder(tmp_path / "run", config, out) as recorder:
+        for step in (1, 2):
+            recorder.log({"step": step, "reward/mean": 0.5, "time/step": 2.0})
+        recorder.line("a line")
+    assert "step 2 of 30, 56.0 s left" in out.getvalue()
+    assert "\x1b[" in out.getvalue() and "a line" in out.getvalue()
+
+
+def test_an_error_is_named_and_what_was_recorded_stays(tmp_path, config):
+    with pytest.raises(ZeroDivisionError), Recorder(tmp_path / "run", config, io.StringIO()) as recorder:
+        recorder.log({"step": 1, "reward/mean": 0.5, "time/step": 1.0})
+        1 / 0  # noqa: B018
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["stopped_by"] == "ZeroDivisionError: division by zero"
+    assert len(lines(tmp_path / "run/metrics.jsonl")) == 1
+
+
+def test_a_run_without_steps_closes(tmp_path, config):
+    text = Recorder(tmp_path / "run", config, io.StringIO()).close()
+    assert text.startswith("finished after 0 steps")
+    assert not (tmp_path / "run/plots").exists()
+
+
+def test_memory_growth_warns_once(tmp_path, config):
+    out = io.StringIO()
+    with Recorder(tmp_path / "run", config, out) as recorder:
+        for step, gib in enumerate([1, 8, 10, 10.4, 10.6, 12], start=1):
+            recorder.log({"step": step, "memory/peak_bytes/rollout": int(gib * 2**30), "memory/peak_bytes/update": 2**30})
+    warnings = [line for line in out.getvalue().splitlines() if "warning" in line]
+    assert warnings == ["warning: memory of phase rollout grew from 10.00 GiB at the third step to 10.60 GiB"]
+    assert "memory         peak rollout 12.00 GiB, update 1.00 GiB" in out.getvalue()
+
+
+def test_overwrite_deletes_a_runs_files_only(tmp_path, config):
+    run = tmp_path / "run"
+    (run / "checkpoints/step-1").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("old\n")
+    (run / "notes.txt").write_text("mine")
+    config.run.overwrite = True
+    with Recorder(run, config, io.StringIO()) as recorder:
+        recorder.log({"step": 1})
+    assert not (run / "checkpoints").exists()
+    assert (run / "notes.txt").read_text() == "mine"
+    assert lines(run / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_numbers_that_are_not_finite_stay_visible(tmp_path, config):
+    out = io.StringIO()
+    with Recorder(tmp_path / "run", config, out) as recorder:
+        recorder.log({"step": 1, "actor/grad_norm": float("nan")})
+    assert "nan" in out.getvalue()
+    assert (
+        lines(tmp_path / "run/metrics.jsonl")[0]["actor/grad_norm"]
+        != lines(tmp_path / "run/metrics.jsonl")[0]["actor/grad_norm"]
+    )

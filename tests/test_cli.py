@@ -1,0 +1,222 @@
+"""The command: exit statuses, what it starts and with which environment, and that it leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridflow import cli, torchrun
+from hybridflow.config.load import load
+from hybridflow.config.schema import ConfigError
+from tests.config.folders import write_config, write_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def path(tmp_path, model):
+    return write_config(tmp_path, model)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Jobs that would have been started, instead of starting them."""
+    jobs = []
+    monkeypatch.setattr(torchrun, "launch", lambda *arguments: jobs.append(arguments) or 0)
+    return jobs
+
+
+def run(*arguments, timeout=60, **kwargs):
+    command = [sys.executable, "-m", "hybridflow.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("roles.actr.tp=1", "unknown key roles.actr: did you mean roles.actor?"),
+        ("roles.actor.tp=two", "roles.actor.tp='two' is not an integer"),
+        ("roles.actor={tp: 4, pp: 1}", "roles.actor.tp=4 does not divide the model's num_key_value_heads=2: use 1 or 2"),
+        ("roles.actor.pp=4", "4 processes are fewer than roles.actor.tp=2 x pp=4 x cp=1 = 8"),
+        ("roles.actor.vpp=3", "roles.actor: num_hidden_layers=4 is not a multiple of pp=2 x vpp=3"),
+        ("roles.rollout.tp=3", "roles.rollout.tp=3 does not divide cluster.ranks_per_node=4: use 1, 2 or 4"),
+        ("model.path=nowhere", "model folder nowhere does not exist"),
+        ("run.dir=/proc/x/y", "run.dir=/proc/x/y cannot be written"),
+        ("cluster.launcher=ray", "cluster.launcher=ray is not supported yet"),
+        ("data.task=nothing_like_it", "data.task='nothing_like_it' is not a reasoning_gym task"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(path, started, capfd, override, message):
+    assert cli.main(["train", "--config", str(path), override]) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("hybridflow: error: ") and err.count("\n") == 1 and message in err
+    assert out == "" and not started
+    assert not (path.parent / "run").exists()
+
+
+def test_a_folder_that_holds_a_run(path, started, capfd):
+    (path.parent / "run").mkdir()
+    (path.parent / "run/config.yaml").write_text("")
+    assert cli.main(["train", "--config", str(path)]) == 2
+    assert "holds a run already (config.yaml): set run.overwrite=true" in capfd.readouterr().err
+    assert not started
+    assert cli.main(["train", "--config", str(path), "run.overwrite=true"]) == 0
+    assert len(started) == 1
+
+
+def test_train_prints_the_ladder_then_starts(path, started, capfd):
+    assert cli.main(["train", "--config", str(path), "run.steps=3", "run.seed=7"]) == 0
+    config, device, config_path, overrides = started[0]
+    assert (config.run.steps, config.run.seed, device) == (3, 7, "cpu")
+    assert (config_path, overrides) == (str(path), ["run.steps=3", "run.seed=7"])
+    assert "TP2 x PP2" in capfd.readouterr().out
+
+
+def test_dry_run_starts_nothing(path, started, capfd):
+    assert cli.main(["train", "--config", str(path), "run.steps=3", "--dry-run", "run.seed=7"]) == 0
+    out = capfd.readouterr().out
+    assert "mini-batches" in out and out.endswith("dry run: nothing was started\n")
+    assert not started and not (path.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["train", "--config", "x", "--nonsense"],
+        ["train", "--config", "x", "word"],
+        ["nonsense"],
+        [],
+        ["check-env", "a=b"],
+    ],
+)
+def test_wrong_usage_is_status_2(arguments, capfd):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert "error:" in capfd.readouterr().err
+
+
+def test_errors_and_help_come_without_torch(path):
+    code = """
+import sys
+from hybridflow.cli import main
+status = main(sys.argv[1:])
+sys.exit("torch was imported" if "torch" in sys.modules else status)
+"""
+    command = [sys.executable, "-c", code, "train", "--config", str(path), "batch.prompt=3"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == "hybridflow: error: unknown key batch.prompt: did you mean batch.prompts?\n"
+    result = run("--help")
+    assert result.returncode == 0
+    for command in ("train", "check-env", "convert", "tiny-model"):
+        assert command in result.stdout
+
+
+def test_check_env():
+    result = run("check-env")
+    assert result.returncode == 0, result.stdout
+    assert "megatron-core" in result.stdout and result.stdout.endswith("ready to run\n")
+
+
+def test_command_and_environment(path):
+    config = load(path, ["cluster.ranks_per_node=64"])
+    command = torchrun.command(config, "c.yaml", ["a=b"])
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert command[-5:] == ["-m", "hybridflow.train", "--config", "c.yaml", "a=b"]
+    assert command[command.index("--nproc-per-node") + 1] == "64"
+    assert command[command.index("--rdzv-endpoint") + 1] == "127.0.0.1:0"
+    cpu = torchrun.environment(config, "cpu", {"HF_HUB_OFFLINE": "0", "HOME": "/h"})
+    assert cpu["OMP_NUM_THREADS"] == "1" and cpu["TORCHDYNAMO_DISABLE"] == "1" and cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert cpu["HF_HUB_OFFLINE"] == "0" and cpu["HOME"] == "/h"  # the user's own wins
+    cuda = torchrun.environment(config, "cuda", {})
+    assert "TORCHDYNAMO_DISABLE" not in cuda and "CUDA_VISIBLE_DEVICES" not in cuda and cuda["HF_HUB_OFFLINE"] == "1"
+
+
+def test_several_nodes_are_started_by_torchrun(path):
+    config = load(path, ["cluster.nodes=2"])
+    with pytest.raises(ConfigError, match="start torchrun --nnodes 2 --nproc-per-node 4 -m hybridflow.train --config c.yaml"):
+        torchrun.launch(config, "cpu", "c.yaml", [])
+
+
+@pytest.fixture
+def job(path, tmp_path):
+    """Start `launch` for two ranks that run a given body instead of hybridflow.train; yields a function."""
+    package = tmp_path / "code/stand_in"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    processes = []
+
+    def start(body: str) -> subprocess.Popen:
+        (package / "train.py").write_text("import os, signal, subprocess, sys, time\n" + textwrap.dedent(body))
+        code = f"""
+            import sys
+            from hybridflow import torchrun
+            from hybridflow.config.load import load
+            config = load({str(path)!r}, ["cluster.ranks_per_node=2"])
+            original = torchrun.command
+            torchrun.command = lambda *a: [w.replace("hybridflow.train", "stand_in.train") for w in original(*a)]
+            sys.exit(torchrun.launch(config, "cpu", "c.yaml", ["mark={tmp_path}"]))
+        """
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}"}
+        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, text=True)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def left_over(mark: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if process.pid != os.getpid() and process.info["cwd"] == str(mark):
+            found.append(process)
+    return found
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(120)
+def test_status_of_the_ranks(job, tmp_path):
+    assert job("open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))").wait(60) == 0
+    expected = f"--config c.yaml mark={tmp_path}"
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [expected, expected]
+    assert job("sys.exit(2 if os.environ['RANK'] == '1' else 0)").wait(60) == 1
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(job, tmp_path, number):
+    # every rank has a child of its own that ignores the signal, in a session of its own: nothing reaches it but a search
+    process = job("""
+        child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+        open("started" + os.environ["RANK"], "w").close()
+        time.sleep(600)
+    """)
+    wait_for(lambda: all((tmp_path / f"started{rank}").exists() for rank in (0, 1)))
+    assert len(left_over(tmp_path)) >= 6
+    process.send_signal(number)
+    assert process.wait(40) == 1
+    assert left_over(tmp_path) == []
