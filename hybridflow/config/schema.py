@@ -119,7 +119,9 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     normalize_advantages: bool = True  # divide a group's advantages by the standard deviation of its rewards
     loss_level: Literal["token", "sequence"] = "token"
-    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"  # auto: recompute when a step has several updates
+    # what the ratio's denominator is: a forward pass of the actor, the rollout engine's log-probs, or (auto) the former when a
+    # step has several updates and the update's own log-probs, without an extra pass, when it has one
+    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
 
 
 @dataclass
@@ -217,7 +219,7 @@ class Config:
 
     @property
     def recompute_log_probs(self) -> bool:
-        """Whether the old policy's log-probs come from a forward pass of the actor instead of from the rollout engine."""
+        """Whether the old policy's log-probs come from a forward pass of the actor of their own."""
         if self.algorithm.old_log_probs != "auto":
             return self.algorithm.old_log_probs == "recompute"
         return self.batch.mini_batches * self.algorithm.epochs > 1
@@ -228,7 +230,9 @@ class Config:
         return {name: role for name, role in roles.items() if role is not None}
 
     def layout(self, role: str) -> Layout:
-        """The layout of a Megatron role over all ranks."""
+        """The layout of a role over all ranks; the rollout's engines are its data-parallel ranks."""
+        if role == "rollout":
+            return Layout(self.world_size, tp=self.roles.rollout.tp)
         r = self.megatron_roles()[role]
         sequence_parallel = r.sequence_parallel and r.tp > 1
         return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel)

@@ -67,18 +67,24 @@ class Recorder:
         finally:
             self._phases[name] = self._phases.get(name, 0.0) + time.monotonic() - start
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last `log` or `take_phases`, and `step`: from the first of them until now."""
+        started = time.monotonic() if self._step_started is None else self._step_started
+        return self._phases | {"step": time.monotonic() - started}
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds by phase since the last `log` or `take_phases`, which the next step will not count."""
+        phases, self._phases, self._step_started = self._phases, {}, None
+        return phases
+
     def log(self, step: dict[str, Any]) -> None:
         """Record one step: `step["step"]` and metrics (numbers, booleans, one-element tensors; None: not measured).
 
         Adds `time/NAME` of the phases since the last call and `time/step`, from the first of them until now.
         """
-        now = time.monotonic()
         metrics = {name: _plain(value) for name, value in step.items()}
-        for name, seconds in self._phases.items():
-            metrics.setdefault(f"time/{name}", seconds)
-        if self._step_started is not None:
-            metrics.setdefault("time/step", now - self._step_started)
-        self._phases, self._step_started = {}, None
+        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds().items()}
+        self.take_phases()
         self.history.steps.append(metrics)
         self._write("metrics.jsonl", metrics)
         self._scalars(metrics["step"], metrics)
