@@ -67,18 +67,26 @@ class Recorder:
         finally:
             self._phases[name] = self._phases.get(name, 0.0) + time.monotonic() - start
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last step that was logged, and `step`: from the first of them until now."""
+        if self._step_started is None:
+            return {}
+        return {**self._phases, "step": time.monotonic() - self._step_started}
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds by phase since the last step that was logged; they won't be part of the next step."""
+        phases, self._phases, self._step_started = self._phases, {}, None
+        return phases
+
     def log(self, step: dict[str, Any]) -> None:
         """Record one step: `step["step"]` and metrics (numbers, booleans, one-element tensors; None: not measured).
 
         Adds `time/NAME` of the phases since the last call and `time/step`, from the first of them until now.
         """
-        now = time.monotonic()
         metrics = {name: _plain(value) for name, value in step.items()}
-        for name, seconds in self._phases.items():
+        for name, seconds in self.seconds().items():
             metrics.setdefault(f"time/{name}", seconds)
-        if self._step_started is not None:
-            metrics.setdefault("time/step", now - self._step_started)
-        self._phases, self._step_started = {}, None
+        self.take_phases()
         self.history.steps.append(metrics)
         self._write("metrics.jsonl", metrics)
         self._scalars(metrics["step"], metrics)

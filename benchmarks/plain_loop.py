@@ -1,0 +1,155 @@
+"""The baseline of the main job: GRPO as a plain loop over HF transformers and vLLM on one GPU, without Megatron.
+
+    python benchmarks/plain_loop.py --config configs/smollm2_chain_sum.yaml --steps 30 --out plain.json
+
+Same data, rewards, sampling limits, batch and learning rate as the config says. The model is trained in fp32 under bf16
+autocast with fused AdamW; sequences are padded to the longest of a micro-batch of 128, sorted by length; the engine stays
+awake and takes the weights through vLLM's own `reload_weights`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from hybridflow.algorithms.advantages import group_advantages
+from hybridflow.config.load import load
+from hybridflow.data.problems import open_source
+from hybridflow.rewards.scorer import Scorer
+
+
+class PlainLoop:
+    def __init__(self, config, source, scorer):
+        from transformers import AutoModelForCausalLM
+        from vllm import LLM
+
+        self.config, self.source, self.scorer = config, source, scorer
+        path, sampling = config.model_path("actor"), config.sampling
+        self.llm = LLM(
+            model=path,
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=sampling.max_prompt_tokens + sampling.max_response_tokens,
+            gpu_memory_utilization=0.4,
+            logprobs_mode="processed_logprobs",
+            seed=config.run.seed,
+            disable_log_stats=True,
+        )
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
+        optimizer = config.roles.actor.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=optimizer.lr,
+            betas=tuple(optimizer.betas),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self.seconds: dict[str, list[float]] = {}
+
+    def timed(self, phase: str, function, *args):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = function(*args)
+        torch.cuda.synchronize()
+        self.seconds.setdefault(phase, []).append(time.perf_counter() - start)
+        return result
+
+    def step(self, index: int) -> float:
+        prompts = self.config.batch.prompts
+        problems = [self.source.problem(index * prompts + i) for i in range(prompts)]
+        sequences = self.timed("rollout", self.generate, problems, index)
+        asked = [problems[i // self.config.batch.samples_per_prompt] for i in range(len(sequences))]
+        rewards = torch.tensor(
+            self.timed("reward", self.scorer.score, asked, [self.source.decode(list(r)) for _, r in sequences])
+        )
+        groups = torch.arange(prompts).repeat_interleave(self.config.batch.samples_per_prompt)
+        advantages = group_advantages(rewards.float(), groups, self.config.algorithm.normalize_advantages)
+        self.timed("update", self.update, sequences, advantages, index)
+        self.timed("weights", self.send_weights)
+        return rewards.float().mean().item()
+
+    def generate(self, problems, index):
+        from vllm import SamplingParams
+
+        sampling = self.config.sampling
+        parameters = SamplingParams(
+            n=self.config.batch.samples_per_prompt,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_response_tokens,
+            stop_token_ids=list(self.source.stop_token_ids),
+            logprobs=0,
+            detokenize=False,
+            seed=index,
+        )
+        prompts = [{"prompt_token_ids": problem.prompt_tokens} for problem in problems]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        return [(output.prompt_token_ids, sample.token_ids) for output in outputs for sample in output.outputs]
+
+    def update(self, sequences, advantages, index) -> None:
+        settings = self.config.roles.actor.optimizer
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.lr * min(1.0, (index + 1) / (settings.warmup_steps + 1))
+        self.optimizer.zero_grad()
+        total = sum(len(response) for _, response in sequences)
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
+        for start in range(0, len(order), 128):
+            part = order[start : start + 128]
+            rows = [torch.tensor([*sequences[i][0], *sequences[i][1]]) for i in part]
+            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).cuda()
+            mask = torch.zeros(tokens.shape, dtype=torch.bool)
+            for row, i in enumerate(part):
+                mask[row, len(sequences[i][0]) : len(rows[row])] = True
+            mask = mask.cuda()
+            attention = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True).cuda()
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = self.model(tokens, attention_mask=attention).logits[:, :-1]
+            log_probs = -torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+            )
+            log_probs = log_probs.view(len(part), -1)
+            ratio = torch.exp(log_probs - log_probs.detach())
+            loss = -(ratio * advantages[part, None].cuda() * mask[:, 1:]).sum() / total
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
+        self.optimizer.step()
+
+    def send_weights(self) -> None:
+        weights = ((name, value.to(torch.bfloat16)) for name, value in self.model.state_dict().items())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.reset_prefix_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    config = load(args.config, args.overrides)
+    source = open_source(config)
+    with Scorer(config, source) as scorer:
+        loop = PlainLoop(config, source, scorer)
+        rewards, seconds = [], []
+        for index in range(args.steps):
+            start = time.perf_counter()
+            rewards.append(loop.step(index))
+            seconds.append(time.perf_counter() - start)
+            print(f"step {index} reward {rewards[-1]:.3f} {seconds[-1]:.3f} s", flush=True)
+    warm = slice(min(5, args.steps - 1), None)
+    results = {
+        "step_seconds_median": statistics.median(seconds[warm]),
+        "phase_seconds_median": {name: statistics.median(values[warm]) for name, values in loop.seconds.items()},
+        "rewards": rewards,
+    }
+    with open(args.out, "w") as file:
+        json.dump({"config": args.config, "hardware": torch.cuda.get_device_name(), "results": results}, file, indent=1)
+    print(json.dumps({name: value for name, value in results.items() if name != "rewards"}))
+
+
+if __name__ == "__main__":
+    main()

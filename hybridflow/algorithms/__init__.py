@@ -1,0 +1,1 @@
+"""Reinforcement learning: each algorithm on one screen, over roles and batches."""

@@ -1,0 +1,58 @@
+"""Losses as the actor applies them: they travel with the call to its ranks and read a packed micro-batch's fields."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.losses import Loss, PolicyLoss, estimate_kl, likelihood_loss
+from megatron_ext.step import MicroBatch
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """`PolicyLoss` over the fields advantages, loss_mask, rollout_log_probs, and where present log_probs (of the old
+    policy) and reference_log_probs.
+
+    Without log_probs the policy is its own old one: right for the first update on fresh samples, and a forward pass
+    saved. The mismatch to the rollout engine is then measured here, on the very log-probs that the update uses.
+    """
+
+    loss: PolicyLoss
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor, micro_batch: MicroBatch) -> Loss:
+        fields = micro_batch.fields
+        own = log_probs.detach()
+        mask = fields["loss_mask"].bool()
+        total, count, sums = self.loss(
+            log_probs,
+            fields.get("log_probs", own),
+            fields["advantages"],
+            mask,
+            micro_batch.segments,
+            entropy,
+            fields.get("reference_log_probs"),
+        )
+        if "log_probs" not in fields:
+            sums |= mismatch_sums(own, fields["rollout_log_probs"], mask)
+        return total, count, sums
+
+
+@dataclass(frozen=True)
+class LikelihoodObjective:
+    """Supervised fine-tuning on the tokens of loss_mask."""
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor, micro_batch: MicroBatch) -> Loss:
+        return likelihood_loss(log_probs, micro_batch.fields["loss_mask"], entropy)
+
+
+def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far the rollout engine's log-probs are from the trainer's, summed over the sampled tokens: absolute difference,
+    its maximum, and KL(rollout || trainer) by the k3 estimator."""
+    ours, theirs = log_probs[mask], rollout_log_probs[mask]
+    difference = (ours - theirs).abs()
+    return {
+        "mismatch_abs": difference.sum(),
+        "mismatch_abs_max": difference.max() if len(difference) else torch.zeros_like(log_probs.sum()),
+        "mismatch_kl": estimate_kl(theirs, ours, "k3").sum(),
+    }

@@ -1,0 +1,279 @@
+"""A run as an algorithm sees it: verbs over roles, data and rewards. Each verb measures itself into the step's metrics."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.losses import means, subtract_kl
+from hybridflow.algorithms.objectives import mismatch_sums
+from hybridflow.batch import Batch
+from hybridflow.config.schema import Config, OptimizerConfig
+from hybridflow.controller.handle import RoleHandle
+from hybridflow.data.problems import Problem, Source
+from hybridflow.metrics.recorder import Recorder
+from hybridflow.metrics.throughput import Throughput
+from hybridflow.rewards.scorer import Scorer
+from hybridflow.rollout.engine import Sampling
+from megatron_ext.optimizer import OptimizerSettings
+
+Roles = dict[str, RoleHandle]
+
+
+def per_token(values: Tensor, samples: Batch) -> list[Tensor]:
+    """One value per sequence [N] as a ragged field: the value at every token of the sequence."""
+    return [value.expand(length) for value, length in zip(values, samples.lengths().tolist(), strict=True)]
+
+
+class Run:
+    """The driver's state: which problems come next, the current step's metrics, and the roles.
+
+    Attributes:
+        actor, rollout, reference: role handles; reference is None where the config has none.
+        step_index: 0 before the first step (warm start, first evaluation), then 1, 2, ...
+        position: in the source's order of problems.
+        metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
+    """
+
+    def __init__(self, config: Config, roles: Roles, source: Source, scorer: Scorer, recorder: Recorder):
+        self.config, self.source, self.scorer, self.recorder = config, source, scorer, recorder
+        self.actor, self.rollout = roles["actor"], roles["rollout"]
+        self.reference, self.worker = roles.get("reference"), roles["worker"]
+        self.throughput = Throughput(config)
+        self.step_index = self.position = 0
+        self.metrics: dict[str, float | int | bool | None] = {}
+        self._updates: list[dict[str, float]] = []
+
+    # --- data
+
+    def next_problems(self, count: int) -> list[Problem]:
+        """The next `count` problems in the source's order, across all phases of the run."""
+        problems, self.position = self.source.take(self.position, count)
+        return problems
+
+    def mini_batches(self, samples: Batch) -> list[Batch]:
+        """The samples in random order, in `batch.mini_batches` parts whose sizes differ by one at most."""
+        order = list(range(len(samples)))
+        random.Random(f"{self.config.run.seed} {self.step_index} {len(self._updates)}").shuffle(order)
+        count = self.config.batch.mini_batches
+        if count == 1:
+            return [samples]
+        return [samples.select(order[part::count]) for part in range(count)]
+
+    # --- rollout
+
+    def generate(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
+        """Hand the actor's weights to the rollout, sample, and give the memory back to training.
+
+        Returns tokens, loss_mask, rollout_log_probs, truncated, and prompt_index: the position in `problems`.
+        """
+        config = self.config
+        index = torch.arange(len(problems)).repeat_interleave(samples_per_prompt)
+        prompts = Batch(
+            {
+                "prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()],
+                # no two samples of a run share a seed; TP peers of an engine draw the same numbers
+                "seed": torch.arange(len(index)) + (config.run.seed * 100_003 + self.step_index) * 65_536,
+            }
+        )
+        self._wake()
+        with self.recorder.phase("rollout"):
+            samples = self.rollout.generate(prompts, self._sampling(greedy)).result()
+        with self.recorder.phase("sleep"):
+            self.rollout.sleep().result()
+        samples = samples.with_fields(prompt_index=index)
+        if not greedy:
+            responses = torch.stack([mask.sum() for mask in samples.rows("loss_mask")]).float()
+            self.metrics["rollout/response_tokens_mean"] = responses.mean().item()
+            self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
+            self.throughput.rollout(samples)
+        return samples
+
+    def _wake(self) -> None:
+        every = self.config.resharding.verify_every
+        verify = self.step_index % every == 0 if every else self.step_index <= 1
+        with self.recorder.phase("wake"):
+            self.rollout.wake_weights().result()
+        with self.recorder.phase("reshard"):
+            reports = self.rollout.receive("actor", verify).result()
+        with self.recorder.phase("wake"):
+            self.rollout.wake_kv_cache().result()
+        slowest = max(reports, key=lambda report: report["seconds"])
+        self.metrics["reshard/bytes_received"] = max(report["bytes_received"] for report in reports)
+        self.metrics["reshard/wire_bound_fraction"] = slowest["wire_bound_fraction"]
+        self.metrics["reshard/verified"] = slowest["verified"]
+
+    def _sampling(self, greedy: bool) -> Sampling:
+        sampling = self.config.sampling
+        return Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_response_tokens,
+            stop_token_ids=self.source.stop_token_ids,
+            greedy=greedy,
+        )
+
+    # --- rewards
+
+    def score(self, problems: list[Problem], samples: Batch) -> Batch:
+        """Add `rewards` [N] and write the samples down."""
+        with self.recorder.phase("reward"):
+            rewards, responses = self._score(problems, samples)
+        self.metrics["reward/mean"] = rewards.mean().item()
+        self.recorder.samples(self._rows("train", problems, samples, responses, rewards))
+        return samples.with_fields(rewards=rewards)
+
+    def _score(self, problems: list[Problem], samples: Batch) -> tuple[Tensor, list[str]]:
+        rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
+        responses = [self.source.decode(tokens[mask].tolist()) for tokens, mask in rows]
+        asked = [problems[i] for i in samples["prompt_index"].tolist()]
+        return torch.tensor(self.scorer.score(asked, responses), dtype=torch.float32), responses
+
+    def _rows(self, kind: str, problems: list[Problem], samples: Batch, responses: list[str], rewards: Tensor) -> list[dict]:
+        return [
+            {
+                "step": self.step_index,
+                "kind": kind,
+                "prompt": problems[index].question,
+                "answer": problems[index].answer,
+                "response": response,
+                "reward": reward,
+                "tokens": tokens[mask].tolist(),
+                "prompt_tokens": problems[index].prompt_tokens,
+            }
+            for index, response, reward, tokens, mask in zip(
+                samples["prompt_index"].tolist(),
+                responses,
+                rewards.tolist(),
+                samples.rows("tokens"),
+                samples.rows("loss_mask"),
+                strict=True,
+            )
+        ]
+
+    def evaluate(self) -> None:
+        """Record the greedy accuracy (mean reward of greedy answers) on the fixed evaluation problems, where there are any."""
+        problems = self.source.evaluation
+        if not problems:
+            return
+        samples = self.generate(problems, 1, greedy=True)
+        rewards, responses = self._score(problems, samples)
+        self.recorder.samples(self._rows("evaluation", problems, samples, responses, rewards))
+        seconds = sum(self.recorder.take_phases().values())
+        self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
+
+    # --- log-probs
+
+    def add_log_probs(self, samples: Batch) -> Batch:
+        """Add what the loss compares with: the reference's log-probs where there is a reference, and the old policy's as
+        `algorithm.old_log_probs` says (`PolicyObjective` does without where they are the policy's own)."""
+        if self.reference is not None:
+            with self.recorder.phase("reference"):
+                found = self.reference.log_probs(samples.only("tokens", "loss_mask")).result()
+            samples = samples.with_fields(reference_log_probs=found["log_probs"])
+        if self.config.old_log_probs == "rollout":
+            return samples.with_fields(log_probs=samples["rollout_log_probs"])
+        if self.config.old_log_probs == "recompute":
+            with self.recorder.phase("log_probs"):
+                found = self.actor.log_probs(samples.only("tokens", "loss_mask")).result()
+            samples = samples.with_fields(log_probs=found["log_probs"])
+            columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
+            self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
+        return samples
+
+    def rewards_less_kl(self, samples: Batch) -> Tensor:
+        """Rewards [N] minus the KL penalty against the reference, for `algorithm.kl_in: reward`."""
+        settings = self.config.algorithm
+        if not settings.kl_coefficient:
+            return samples["rewards"]
+        policy = "log_probs" if "log_probs" in samples else "rollout_log_probs"
+        return subtract_kl(
+            samples["rewards"],
+            samples.values(policy),
+            samples.values("reference_log_probs"),
+            samples.values("loss_mask"),
+            torch.repeat_interleave(samples.lengths()),
+            settings.kl_coefficient,
+            settings.kl_estimator,
+        )
+
+    def _log_mismatch(self, sums: dict[str, float], samples: Batch) -> None:
+        tokens = max(int(samples.values("loss_mask").sum()), 1)
+        self.metrics["mismatch/log_prob_abs_mean"] = sums["mismatch_abs"] / tokens
+        self.metrics["mismatch/log_prob_abs_max"] = sums["mismatch_abs_max"]
+        self.metrics["mismatch/kl"] = sums["mismatch_kl"] / tokens
+
+    # --- training
+
+    def start_training(self, optimizer: OptimizerConfig | None = None) -> None:
+        """Begin with a fresh optimizer: the actor's own, or another phase's."""
+        chosen = optimizer or self.config.roles.actor.optimizer
+        settings = OptimizerSettings(**{**vars_of(chosen), "betas": tuple(chosen.betas)})
+        self.actor.start_training(settings).result()
+
+    def update(self, batch: Batch, objective: object) -> dict[str, float]:
+        """One optimizer step of the actor."""
+        with self.recorder.phase("update"):
+            shards = self.actor.update(batch, objective).result()
+        sums = merge_sums(shards)
+        if "mismatch_abs" in sums and not self._updates:  # later updates no longer see the policy that sampled
+            self._log_mismatch(sums, batch)
+        self.throughput.update(batch)
+        numbers = means({name: value for name, value in sums.items() if not name.startswith("mismatch")})
+        numbers |= {name: shards[0][name] for name in ("grad_norm", "lr")}
+        self._updates.append(numbers)
+        return numbers
+
+    def begin_step(self) -> None:
+        """What was measured since the last step (warm start, evaluation) stays out of this one."""
+        self.step_index += 1
+        self.metrics, self._updates = {}, []
+        self.throughput.reset()
+        self.recorder.take_phases()
+        self._memory()
+
+    def finish_step(self) -> None:
+        """Complete the step's metrics and hand them to the recorder."""
+        for name in self._updates[0] if self._updates else ():
+            self.metrics[f"actor/{name}"] = sum(update[name] for update in self._updates) / len(self._updates)
+        metrics = {"step": self.step_index} | self.metrics
+        metrics |= self._memory()
+        metrics |= self.throughput.finish(self.recorder.seconds())
+        self.recorder.log(metrics)
+
+    def _memory(self) -> dict[str, int]:
+        """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
+        reports = [_by_phase(report) for report in self.worker.memory().result()]
+        phases = {phase for report in reports for phase in report}
+        return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in sorted(phases)}
+
+
+def merge_sums(shards: list[dict[str, float]]) -> dict[str, float]:
+    """Metric sums of the data-parallel ranks added up; names ending in `_max` by their maximum."""
+    merge = {name: max if name.endswith("_max") else sum for name in shards[0] if name not in ("grad_norm", "lr", "skipped")}
+    return {name: how(shard[name] for shard in shards) for name, how in merge.items()}
+
+
+_PHASES = {
+    "rollout.wake_weights": "wake",
+    "rollout.receive": "reshard",
+    "rollout.wake_kv_cache": "wake",
+    "rollout.generate": "rollout",
+    "rollout.sleep": "sleep",
+    "reference.log_probs": "reference",
+    "actor.log_probs": "log_probs",
+    "actor.update": "update",
+}
+
+
+def _by_phase(memory: dict[str, int]) -> dict[str, int]:
+    """A rank's bytes in use by call, as the highest by phase of the step."""
+    found: dict[str, int] = {}
+    for call, size in memory.items():
+        phase = _PHASES.get(call, call)
+        found[phase] = max(found.get(phase, 0), size)
+    return found
+
+
+def vars_of(section: object) -> dict:
+    return {name: getattr(section, name) for name in OptimizerSettings.__dataclass_fields__}

@@ -1,0 +1,62 @@
+"""A rank's side of the controller: it holds the roles that live on the rank and runs the calls that reach it."""
+
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.controller.protocols import ONE_TO_ALL, remote
+from hybridflow.controller.role import Role
+from megatron_ext import device
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as a rank sees it. `reply`: the rank's result goes back to the driver."""
+
+    role: str
+    method: str
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reply: bool = True
+
+
+class Worker:
+    """Runs calls on the roles of this rank, and notes the memory in use after each (`memory()`)."""
+
+    def __init__(self, rank: int, roles: dict[str, Role]):
+        self.rank = rank
+        self.roles = roles
+        self._memory: dict[str, int] = {}
+        for role in roles.values():
+            role.peers = roles
+
+    def execute(self, call: Call) -> Any:
+        if call.role == "worker":
+            return getattr(self, call.method)(*call.args, **call.kwargs)
+        role = self.roles[call.role]
+        with role.context():
+            result = getattr(role, call.method)(*call.args, **call.kwargs)
+        phase = f"{call.role}.{call.method}"
+        self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
+        return result
+
+    @remote(ONE_TO_ALL)
+    def memory(self) -> dict[str, int]:
+        """Highest bytes in use on the device after each kind of call since this was last asked, by `role.method`."""
+        memory, self._memory = self._memory, {}
+        return memory
+
+    def close(self) -> None:
+        for role in self.roles.values():
+            role.close()
+
+
+def report_fault(rank: int, call: Call) -> None:
+    """Print the current exception with everything that tells where it happened."""
+    print(
+        f"rank {rank} on {socket.gethostname()} failed in {call.role}.{call.method}:\n{traceback.format_exc()}",
+        file=sys.stderr,
+        flush=True,
+    )

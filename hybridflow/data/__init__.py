@@ -1,0 +1,1 @@
+"""Problems, demonstrations, tokenizers, model folders and packing into micro-batches."""

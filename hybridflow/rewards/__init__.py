@@ -1,0 +1,1 @@
+"""Scorers of responses and the process pool that runs them."""

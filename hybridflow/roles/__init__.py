@@ -1,0 +1,1 @@
+"""What a role can be asked to do: actor, reference, rollout."""

@@ -1,0 +1,69 @@
+"""What all Megatron roles share: groups, model, tile map, micro-batches, and handing weights to another role."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.batch import Batch
+from hybridflow.config.schema import Config
+from hybridflow.controller.role import Role
+from hybridflow.data.packing import partition
+from megatron_ext import device, layers, model, step, weights
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.parallel import ParallelState
+
+
+class MegatronRole(Role):
+    """A GPTModel under TP x PP x DP, loaded from an HF folder."""
+
+    def __init__(self, name: str, config: Config):
+        self.name, self.config = name, config
+        self.role = role = config.megatron_roles()[name]
+        self.layout = layout = config.layout(name)
+        self.model_path, self.dtype = config.model_path(name), getattr(torch, config.dtype(name))
+        self.hf = HFConfig.from_folder(self.model_path)
+        self.spec = layers.default_spec()
+        self.state = ParallelState(name, layout, seed=config.run.seed)
+        with self.context():
+            transformer = model.transformer_config(self.hf, layout, self.dtype, role.recompute, dict(role.megatron))
+            self.transformer_config = transformer
+            self.chunks = model.build_model(self.hf, layout, transformer, self.spec)
+            self.tiles = self.tile_map(dist.get_rank())
+            weights.load_hf(self.chunks, self.tiles, self.model_path)
+
+    def context(self) -> contextlib.AbstractContextManager:
+        return self.state.current()
+
+    def tile_map(self, rank: int) -> weights.TileMap:
+        return weights.tile_map(self.hf, self.layout, rank, self.spec)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters under the names of its tile map."""
+        return {name: parameter.detach() for name, parameter in weights.named_parameters(self.chunks).items()}
+
+    def micro_batches(self, batch: Batch, budget: int) -> tuple[list[step.MicroBatch], list[int]]:
+        """The batch packed into micro-batches of at most `budget` tokens: as many on every data-parallel rank, all of one
+        length, filled up to what the schedule needs. Also the batch's row of every packed sequence, in packed order."""
+        multiple = self.layout.tp * self.layout.cp
+        lengths = batch.lengths("tokens").tolist()
+        count = torch.tensor(len(partition(lengths, budget, multiple)), device=device.current())
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.state.dp_group)
+        parts = [part for part in partition(lengths, budget, multiple, count=int(count)) if part]
+        longest = max(sum(lengths[i] for i in part) for part in parts)
+        length = (longest + multiple - 1) // multiple * multiple
+        columns = {name: batch.rows(name) for name in batch.names if batch[name].is_nested}
+        packed = [step.pack([{name: rows[i] for name, rows in columns.items()} for i in part], length) for part in parts]
+        return step.fill_up(packed, self.layout, count=int(count)), [i for part in parts for i in part]
+
+    def forward(self, batch: Batch) -> Batch | None:
+        """Log-probs and entropy of every token, ragged fp32 in the batch's order; None off the last stage."""
+        micro_batches, order = self.micro_batches(batch, self.role.forward_micro_batch_tokens)
+        outputs = step.forward(self.chunks, micro_batches, self.config.sampling.temperature)
+        if outputs is None:
+            return None
+        rows = [None] * len(order)
+        for index, output in zip(order, outputs, strict=True):
+            rows[index] = output
+        return Batch({name: [row[name].cpu() for row in rows] for name in ("log_probs", "entropy")})

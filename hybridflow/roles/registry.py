@@ -1,0 +1,29 @@
+"""From the config to the roles of a rank."""
+
+from hybridflow.config.schema import Config
+from hybridflow.controller.handle import RoleHandle, Transport
+from hybridflow.controller.role import Role
+from hybridflow.controller.worker import Worker
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.reference import Reference
+from hybridflow.roles.rollout import Rollout
+from megatron_ext.layout import Layout
+
+# The engine comes first: vLLM wants the memory free that it is going to use.
+ROLES: dict[str, type[Role]] = {"rollout": Rollout, "actor": Actor, "reference": Reference}
+
+
+def configured(config: Config) -> list[str]:
+    """The names of the config's roles, in the order in which they are built."""
+    return [name for name in ROLES if getattr(config.roles, name) is not None]
+
+
+def build_roles(config: Config) -> dict[str, Role]:
+    """Build this rank's part of every role. Collective: all ranks build in the same order."""
+    return {name: ROLES[name](name, config) for name in configured(config)}
+
+
+def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
+    """The driver's handles of all roles, and of the ranks themselves as `worker`."""
+    found = {name: RoleHandle(name, ROLES[name], config.layout(name), transport) for name in configured(config)}
+    return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}

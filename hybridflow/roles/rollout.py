@@ -1,0 +1,97 @@
+"""The rollout: vLLM engines in the training processes, one per group of `roles.rollout.tp` neighbouring ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import Batch
+from hybridflow.config.schema import Config
+from hybridflow.controller.protocols import MICRO_DP, ONE_TO_ALL, remote
+from hybridflow.controller.role import Role
+from hybridflow.roles.transfer import WeightTransfer
+from hybridflow.rollout.engine import Engine, Sampling
+from hybridflow.rollout.tiles import tile_map
+from megatron_ext import device
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.tiles import TileMap
+
+
+class Rollout(Role):
+    """Asleep when built and between steps: wake_weights -> receive -> wake_kv_cache -> generate -> sleep."""
+
+    def __init__(self, name: str, config: Config):
+        role = config.roles.rollout
+        self.name, self.config = name, config
+        self.layout = config.layout(name)
+        path = config.model_path("rollout")
+        self.hf = HFConfig.from_folder(path)
+        self.engine = Engine(
+            path,
+            role.tp,
+            config.dtype("rollout"),
+            config.sampling.max_prompt_tokens + config.sampling.max_response_tokens,
+            role.gpu_memory_utilization,
+            config.run.seed,
+            dict(role.engine_args),
+        )
+        self._transfers: dict[str, WeightTransfer] = {}
+        self.engine.sleep()
+
+    def tile_map(self, rank: int) -> TileMap:
+        return tile_map(self.hf, self.layout.tp, self.layout.coordinates(rank).tp)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self.engine.parameters()
+
+    @remote(ONE_TO_ALL)
+    def wake_weights(self) -> None:
+        """Memory for the weights comes back; their values come with `receive`."""
+        self.engine.wake_weights()
+        device.synchronize()
+
+    @remote(ONE_TO_ALL)
+    def receive(self, source: str, verify: bool) -> dict[str, Any]:
+        """Take the weights that the Megatron role `source` holds now; see `WeightTransfer.run`."""
+        if source not in self._transfers:
+            self._transfers[source] = WeightTransfer.between(self.peers[source], self, self.config)
+        report = self._transfers[source].run(verify)
+        self.engine.weights_changed()
+        return report
+
+    @remote(ONE_TO_ALL)
+    def wake_kv_cache(self) -> None:
+        self.engine.wake_kv_cache()
+        device.synchronize()
+
+    @remote(ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Drop weights and KV cache: the memory goes back to training."""
+        self.engine.sleep()
+        device.synchronize()
+
+    @remote(MICRO_DP)
+    def generate(self, prompts: Batch, sampling: Sampling) -> Batch:
+        """Sample one response per row of `prompts` (fields `prompt` ragged int64 and `seed` [N] int64).
+
+        Returns a batch with tokens (prompt and response), loss_mask, rollout_log_probs and truncated.
+        """
+        rows = prompts.rows("prompt")
+        generations = self.engine.generate([row.tolist() for row in rows], prompts["seed"].tolist(), sampling)
+        tokens, masks, log_probs = [], [], []
+        for prompt, generation in zip(rows, generations, strict=True):
+            response = torch.tensor(generation.tokens, dtype=torch.int64)
+            tokens.append(torch.cat([prompt, response]))
+            masks.append(torch.arange(len(tokens[-1])) >= len(prompt))
+            log_probs.append(torch.cat([torch.zeros(len(prompt)), torch.tensor(generation.log_probs)]))
+        return Batch(
+            {
+                "tokens": tokens,
+                "loss_mask": masks,
+                "rollout_log_probs": log_probs,
+                "truncated": torch.tensor([generation.truncated for generation in generations]),
+            }
+        )
+
+    def close(self) -> None:
+        self.engine.close()

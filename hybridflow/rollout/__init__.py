@@ -1,0 +1,1 @@
+"""Rollout: vLLM engines inside the training processes."""

@@ -1,0 +1,146 @@
+"""What differs between vLLM versions, and the patches that let its engine live inside a training process.
+
+Every patch says why it is there and when it can go. Nothing in here imports vLLM before it is asked to: vLLM changes the
+process already while it is imported, so imports belong inside `preserved_process_state`.
+"""
+
+import gc
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+SUPPORTED = ((0, 26), (0, 33))  # first and last minor version
+
+# vLLM reads these whenever it needs them, so they stay; what the user has set wins.
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding cores would bind the trainer's threads as well
+}
+
+
+@contextmanager
+def preserved_process_state() -> Iterator[None]:
+    """Around importing vLLM and building an engine: afterwards the process is the trainer's again.
+
+    vLLM seeds every random number generator, sets and deletes environment variables, changes the thread count, and on CPU
+    replaces `torch.set_num_threads` and stands in for `torch.Event` and `torch.cuda.Stream`.
+    """
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core must run in this very process
+    # vLLM's CPU collectives use a name that torch 2.13 deprecates: one line per rank, at the first generation
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated", category=FutureWarning)
+    environment = dict(os.environ)
+    functions = [(torch, "set_num_threads"), (torch, "Event"), (torch.cuda, "Event"), (torch.cuda, "Stream")]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    python, numpy_state, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about torch, from vLLM looking through torch's modules
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        os.environ.clear()
+        os.environ.update(environment)
+        gc.unfreeze()  # the engine freezes the heap it finds, which holds the trainer's objects too
+
+
+def set_launcher_environment(local_rank: int) -> None:
+    """Set the variables from which vLLM's external launcher reads who it is, as the default group has it.
+
+    Without this a world of one that nobody launched with torchrun, or one that Ray numbered, would fail or be misread.
+    Call it within `preserved_process_state`. `local_rank` is the device's index among those that this process sees.
+    """
+    values = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": local_rank}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # demanded, though the default group is up and nobody connects
+    os.environ.setdefault("MASTER_PORT", "0")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; nothing is to be looked up
+
+
+def apply_patches() -> None:
+    """Patch vLLM for life in a training process. Idempotent.
+
+    Raises:
+        RuntimeError: vLLM's version is outside the supported range.
+    """
+    import vllm
+    from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
+
+    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    if not SUPPORTED[0] <= version <= SUPPORTED[1]:
+        first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
+        raise RuntimeError(f"vllm=={vllm.__version__} is not supported: install one from {first} to {last}")
+    # Shutting the engine down destroys the default process group, which is the trainer's. Still so in 0.32; can go when
+    # vLLM destroys only groups that it made.
+    parallel_state.destroy_distributed_environment = _forget_world
+    if current_platform.is_cpu():
+        _patch_cpu()
+
+
+def _forget_world() -> None:
+    from vllm.distributed import parallel_state
+
+    if parallel_state._WORLD:
+        parallel_state._WORLD.destroy()
+    parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+
+
+def _patch_cpu() -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers import utils
+
+    # The linear layers' weights are packed for oneDNN and the plain ones emptied, so that writing a parameter would change
+    # nothing. Still so in 0.32; can go when vLLM has a switch for it.
+    utils.dispatch_cpu_unquantized_gemm = _plain_linear
+    # The shared-memory collectives use one name per host: a second job collides with the first, and a killed one blocks
+    # the next; they also spin, which is slow when ranks share cores. Still so in 0.32; can go when the name is unique.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    # The worker binds all memory that the process will ever allocate, the trainer's too, to one NUMA node. Still so in
+    # 0.32; can go when it follows VLLM_CPU_OMP_THREADS_BIND=nobind.
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+
+
+def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def model(engine: "LLMEngine") -> torch.nn.Module:
+    """The model of the engine's worker, which is in this process."""
+    return engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def kv_cache_storages(engine: "LLMEngine") -> list[torch.UntypedStorage]:
+    """The distinct storages under the engine's KV cache (CPU only: on CUDA sleep and wake take care of it)."""
+    caches = engine.model_executor.driver_worker.worker.model_runner.kv_caches
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
+    return list(storages.values())
+
+
+def shut_down(engine: "LLMEngine") -> None:
+    """End the engine and the groups it made, and leave the trainer's process group alone."""
+    engine.engine_core.shutdown()

@@ -1,0 +1,64 @@
+"""The job on every rank: `torchrun --nproc-per-node 4 -m hybridflow.train --config configs/quickstart.yaml [key=value ...]`.
+
+`hybridflow train` starts exactly this, after it has checked the config. Rank 0 also runs the driver: the algorithm.
+"""
+
+import os
+import sys
+import traceback
+
+from hybridflow import cli
+from hybridflow.config.load import load
+from hybridflow.config.schema import Config
+
+
+def run_rank(config: Config) -> None:
+    """This rank's part, from joining the world to leaving it. A fault on any rank ends all of them (status 1)."""
+    from hybridflow.controller.torchrun import TorchrunTransport, init_world, leave_world
+    from hybridflow.controller.waiting import waiting
+    from hybridflow.controller.worker import Worker
+    from hybridflow.roles.registry import build_roles
+
+    init_world()
+    transport = TorchrunTransport()
+    with waiting("the roles to be built (engine start, model load)"):
+        worker = Worker(transport.rank, build_roles(config))
+    transport.attach(worker)
+    if transport.rank == 0:
+        drive(config, transport)
+        transport.close()
+    else:
+        transport.serve()
+    worker.close()
+    leave_world()
+
+
+def drive(config: Config, transport: object) -> None:
+    """The one program that describes the run: data and rewards, the algorithm over the roles, the trained model."""
+    from hybridflow.algorithms.loop import ALGORITHMS, train
+    from hybridflow.algorithms.run import Run
+    from hybridflow.data.problems import open_source
+    from hybridflow.metrics.recorder import Recorder
+    from hybridflow.rewards.scorer import Scorer
+    from hybridflow.roles.registry import handles
+
+    source = open_source(config)
+    with Recorder(config.run.dir, config) as recorder, Scorer(config, source) as scorer:
+        run = Run(config, handles(config, transport), source, scorer, recorder)
+        train(run, ALGORITHMS[config.algorithm.name](run))
+
+
+def main(config_path: str, overrides: list[str]) -> int:
+    """The job on a rank that torchrun or srun started."""
+    config = load(config_path, overrides)
+    try:
+        run_rank(config)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # peers may hang in a collective with this rank, and so would an orderly shutdown
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(["train", *sys.argv[1:]]))

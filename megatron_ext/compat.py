@@ -1,0 +1,97 @@
+"""What differs between Megatron-core 0.16 and 0.19, and the patches it needs, each with its reason and when it can go."""
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable
+
+import torch
+from packaging.version import Version
+
+OLDEST, FIRST_UNTESTED = Version("0.16"), Version("0.20")
+
+_patched = False
+
+
+def check_version() -> Version:
+    """The version of Megatron-core that is importable.
+
+    Raises:
+        RuntimeError: it is outside the range that this code was written for.
+    """
+    import megatron.core
+
+    found = Version(megatron.core.__version__)
+    if not OLDEST <= found < FIRST_UNTESTED:
+        raise RuntimeError(
+            f"megatron-core {found} is not supported: install megatron-core>={OLDEST},<{FIRST_UNTESTED} (pip install -e .)"
+        )
+    return found
+
+
+def accepted(target: Callable, arguments: dict) -> dict:
+    """Those of `arguments` that `target`, a dataclass or a function, has in the installed version.
+
+    For arguments whose absence means the same as the value given here; never for what a user asked for.
+    """
+    if dataclasses.is_dataclass(target):
+        names = {field.name for field in dataclasses.fields(target)}
+    else:
+        names = set(inspect.signature(target).parameters)
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def patch() -> None:
+    """Apply all patches to Megatron-core. Idempotent."""
+    global _patched
+    if _patched:
+        return
+    _patched = True
+    check_version()
+    _rotate_packed_sequences_at_once()
+    _share_equal_groups()
+    # 0.19 announces at every build that GPTModel will be replaced one day; goes when we build its successor
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(lambda record: "DEPRECATED" not in record.getMessage())
+
+
+def _rotate_packed_sequences_at_once() -> None:
+    """Unfused RoPE of packed sequences by one gather of the frequencies.
+
+    Upstream copies cu_seqlens to the host and loops over the sequences, for queries and keys of every layer: a device
+    synchronisation each on CUDA, most of a tiny model's time on a CPU. Goes when upstream (0.19.2 as well) stops doing so.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    upstream = rope_utils._apply_rotary_pos_emb_thd
+
+    def apply(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args, cp_group=None, **kwargs) -> torch.Tensor:
+        if cp_group is not None and cp_group.size() > 1:
+            return upstream(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
+        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=len(t))
+        positions = torch.arange(len(t), device=t.device) - starts
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], *args, **kwargs).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = apply
+
+
+def _share_equal_groups() -> None:
+    """One communicator per list of ranks, over all dimensions and roles.
+
+    Upstream creates about 20 groups per layout, many of them equal, and every NCCL communicator holds GPU memory. The
+    default world is never returned in place of a group over all ranks: with two stages Megatron sends one direction over
+    each, so that both are under way at once. Stays for as long as roles share processes. Groups made this way belong to all
+    roles: never call destroy_model_parallel().
+    """
+    from megatron.core import parallel_state
+
+    create, groups = parallel_state.create_group, {}
+
+    def create_once(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
+        if ranks is None or pg_options is not None:
+            return create(ranks, timeout, backend, pg_options, *args, **kwargs)
+        key = (tuple(ranks), backend or torch.distributed.get_backend())
+        if key not in groups:
+            groups[key] = create(ranks, timeout, backend, pg_options, *args, **kwargs)
+        return groups[key]
+
+    parallel_state.create_group = create_once

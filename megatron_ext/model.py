@@ -1,0 +1,160 @@
+"""From an HF config to this rank's chunks of a Megatron GPTModel."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext import compat, device
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.layers import block_spec, default_spec
+from megatron_ext.layout import Layout, padded_vocab_size
+
+# What is computed again in the backward pass instead of kept: TransformerConfig fields by the name used in configs.
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def check_layout(hf: HFConfig, layout: Layout) -> None:
+    """Whether the model can be cut as `layout` says.
+
+    Raises:
+        ValueError: it can't; names both numbers and what would work.
+    """
+    for name, size in (
+        ("num_attention_heads", hf.num_heads),
+        ("num_key_value_heads", hf.num_kv_heads),
+        ("intermediate_size", hf.intermediate_size),
+    ):
+        if size % layout.tp:
+            common = [str(n) for n in range(1, hf.num_kv_heads + 1) if hf.num_heads % n == hf.num_kv_heads % n == 0]
+            raise ValueError(f"tp={layout.tp} does not divide {name}={size}: use {' or '.join(common)}")
+    layout.stage_layers(hf.num_layers)
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ValueError(f"vpp={layout.vpp} needs more than one pipeline stage: use vpp=1 with pp=1")
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ValueError("sequence_parallel=true needs tp > 1: use sequence_parallel=false with tp=1")
+    for name in ("cp", "ep", "etp"):
+        if getattr(layout, name) > 1:
+            raise ValueError(f"{name}={getattr(layout, name)} is not supported for a dense model yet: use 1")
+
+
+def transformer_config(
+    hf: HFConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    overrides: Mapping[str, object] | None = None,
+) -> TransformerConfig:
+    """Megatron's configuration of the model; `overrides` are TransformerConfig fields that win over everything derived here.
+
+    Raises:
+        ValueError: the layout does not fit the model, or `recompute` or a name in `overrides` is unknown.
+    """
+    device.install()
+    compat.patch()
+    check_layout(hf, layout)
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r} is unknown: use one of {', '.join(RECOMPUTE)}")
+    overrides = dict(overrides or {})
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise ValueError(f"megatron.{unknown[0]} is not a field of TransformerConfig in megatron-core {compat.check_version()}")
+    fields = _architecture(hf) | _parallelism(layout, dtype) | _fusions(layout) | RECOMPUTE[recompute]
+    return TransformerConfig(**{**fields, **overrides})
+
+
+def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: str | None = None) -> list[GPTModel]:
+    """This rank's chunks, first to last, randomly initialised on the device; call it inside `ParallelState.current()`.
+
+    The vocabulary is padded to a multiple of 64 x tp; the padding's rows never get a gradient (log_probs.py leaves them out).
+    """
+    spec = spec or default_spec()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers = layout.stage_layers(hf.num_layers)[stage]
+    chunks = []
+    for index in range(layout.vpp):
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(hf, spec, len(layers[index])),
+            vocab_size=padded_vocab_size(hf.vocab_size, layout.tp),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=stage == 0 and index == 0,
+            post_process=stage == layout.pp - 1 and index == layout.vpp - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=hf.tied,
+            position_embedding_type="rope",
+            rotary_base=hf.rope_theta,
+            vp_stage=index if layout.vpp > 1 else None,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunk.true_vocab_size = hf.vocab_size  # what step.py masks by
+        chunks.append(chunk.to(device=device.current(), dtype=config.params_dtype))
+    return chunks
+
+
+def _architecture(hf: HFConfig) -> dict[str, object]:
+    return {
+        "num_layers": hf.num_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_heads,
+        "num_query_groups": hf.num_kv_heads,
+        "kv_channels": hf.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.qkv_bias,
+        "qk_layernorm": hf.qk_norm,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+    interleaved = layout.vpp > 1
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        # the mean over tokens is right for any split over micro-batches and data-parallel ranks only when taken at the end
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": False,  # micro-batches are padded to one length: no shape exchange per transfer
+        "deallocate_pipeline_outputs": True,
+        "overlap_p2p_comm": interleaved and torch.cuda.is_available(),
+        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
+    }
+
+
+def _fusions(layout: Layout) -> dict[str, object]:
+    """Fused kernels where there is a GPU; RoPE's comes from TE, the gradient accumulation's from apex."""
+    cuda = torch.cuda.is_available()
+    return {
+        "use_cpu_initialization": not cuda,
+        "bias_activation_fusion": cuda,
+        "bias_dropout_fusion": cuda,
+        "apply_rope_fusion": cuda and importlib.util.find_spec("transformer_engine") is not None,
+        "gradient_accumulation_fusion": cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "masked_softmax_fusion": False,  # of the attention that is not used here
+        "persist_layer_norm": False,
+        "tp_comm_overlap": False,
+    }

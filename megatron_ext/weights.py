@@ -1,0 +1,438 @@
+"""Where a Megatron rank's weights are in the HF model: tile maps, loading from and exporting to an HF folder.
+
+The maps are pure: a function of (HF config, layout, rank, spec). Loading reads only the slices that a rank holds; exporting
+writes file by file, so that no rank ever has the whole model. Parameters are plain `dict[name, Tensor]` everywhere, with
+global layer numbers in the names (`named_parameters` makes that of a rank's chunks).
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.layout import Layout, padded_vocab_size
+from megatron_ext.tiles import Slices, Tile, TileMap, as_index
+
+EMBEDDING = "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
+# What makes an HF folder usable besides weights and config.json.
+_COPIED = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "*.jinja", "*.tiktoken", "*.model", "LICENSE*",
+)  # fmt: skip
+# HF's name inside a layer <- the parameter's, by spec: Transformer Engine fuses a norm into the linear layer behind it.
+_NORMS = {
+    "local": {"input_layernorm": "input_layernorm.weight", "post_attention_layernorm": "pre_mlp_layernorm.weight"},
+    "te": {
+        "input_layernorm": "self_attention.linear_qkv.layer_norm_weight",
+        "post_attention_layernorm": "mlp.linear_fc1.layer_norm_weight",
+    },
+}
+
+
+class WeightsError(ValueError):
+    """A model folder's weights don't fit the model; the message names the file or tensor."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- shapes
+
+
+def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the HF checkpoint, in the model's order. A tied output layer is not among them."""
+    hidden, queries, keys = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hidden)}
+    for layer in range(hf.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
+            if hf.qkv_bias:
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, queries)
+        if hf.qk_norm:
+            shapes[f"{prefix}self_attn.q_norm.weight"] = shapes[f"{prefix}self_attn.k_norm.weight"] = (hf.head_dim,)
+        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (hf.intermediate_size, hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, hf.intermediate_size)
+        shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not hf.tied:
+        shapes["lm_head.weight"] = (hf.vocab_size, hidden)
+    return shapes
+
+
+# -------------------------------------------------------------------------------------------------------------- tile map
+
+
+def tile_map(hf: HFConfig, layout: Layout, rank: int, spec: str = "local") -> TileMap:
+    """The tiles of one rank's parameters, for the "local" or the "te" layer spec.
+
+    Parameters have global layer numbers; rows of the padded vocabulary that HF lacks belong to no tile, and a parameter that
+    is padding only has an empty list. Under PP a tied embedding is on the first stage and again, as `output_layer.weight`,
+    on the last.
+
+    Raises:
+        ValueError: the layout doesn't divide the model.
+    """
+    if spec not in _NORMS:
+        raise ValueError(f"spec={spec!r} is unknown: use one of {', '.join(_NORMS)}")
+    shapes = hf_shapes(hf)
+    where = layout.coordinates(rank)
+    first, last = where.pp == 0, where.pp == layout.pp - 1
+    tiles: TileMap = {}
+    if first:
+        tiles["embedding.word_embeddings.weight"] = _vocabulary(hf, layout.tp, where.tp, EMBEDDING)
+    for chunk in layout.stage_layers(hf.num_layers)[where.pp]:
+        for layer in chunk:
+            tiles |= _layer(hf, shapes, layer, layout.tp, where.tp, spec)
+    if last:
+        tiles["decoder.final_layernorm.weight"] = [_whole("model.norm.weight", shapes)]
+        if not hf.tied:
+            tiles["output_layer.weight"] = _vocabulary(hf, layout.tp, where.tp, "lm_head.weight")
+        elif not first:
+            tiles["output_layer.weight"] = _vocabulary(hf, layout.tp, where.tp, EMBEDDING)
+    return tiles
+
+
+def _layer(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]], layer: int, tp: int, rank: int, spec: str) -> TileMap:
+    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+    tiles: TileMap = {ours + name: [_whole(f"{theirs}{norm}.weight", shapes)] for norm, name in _NORMS[spec].items()}
+    for kind in ("weight", "bias") if hf.qkv_bias else ("weight",):
+        tiles[f"{ours}self_attention.linear_qkv.{kind}"] = _qkv(hf, f"{theirs}self_attn.", kind, tp, rank)
+    if hf.qk_norm:
+        for letter in "qk":
+            tiles[f"{ours}self_attention.{letter}_layernorm.weight"] = [
+                _whole(f"{theirs}self_attn.{letter}_norm.weight", shapes)
+            ]
+    tiles[f"{ours}self_attention.linear_proj.weight"] = [_share(f"{theirs}self_attn.o_proj.weight", shapes, 1, tp, rank)]
+    gate = _share(f"{theirs}mlp.gate_proj.weight", shapes, 0, tp, rank)
+    up = _share(f"{theirs}mlp.up_proj.weight", shapes, 0, tp, rank, local_start=gate.shape[0])
+    tiles[f"{ours}mlp.linear_fc1.weight"] = [gate, up]
+    tiles[f"{ours}mlp.linear_fc2.weight"] = [_share(f"{theirs}mlp.down_proj.weight", shapes, 1, tp, rank)]
+    return tiles
+
+
+def _whole(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tile:
+    slices = tuple((0, size) for size in shapes[name])
+    return Tile(name, slices, slices)
+
+
+def _share(name: str, shapes: Mapping[str, tuple[int, ...]], dim: int, tp: int, rank: int, local_start: int = 0) -> Tile:
+    """The rank's even share of an HF tensor along `dim`, at `local_start` of the parameter."""
+    size = _divide(shapes[name][dim], tp, f"{name}'s dimension {dim}")
+    hf_slices, local_slices = ([(0, n) for n in shapes[name]] for _ in range(2))
+    hf_slices[dim] = (rank * size, (rank + 1) * size)
+    local_slices[dim] = (local_start, local_start + size)
+    return Tile(name, tuple(hf_slices), tuple(local_slices))
+
+
+def _divide(size: int, tp: int, what: str) -> int:
+    if size % tp:
+        raise ValueError(f"{what}={size} is not a multiple of tp={tp}: choose a tp that divides it")
+    return size // tp
+
+
+def _vocabulary(hf: HFConfig, tp: int, rank: int, name: str) -> list[Tile]:
+    rows = padded_vocab_size(hf.vocab_size, tp) // tp
+    start, stop = rank * rows, min((rank + 1) * rows, hf.vocab_size)
+    if start >= stop:
+        return []
+    columns = (0, hf.hidden_size)
+    return [Tile(name, ((start, stop), columns), ((0, stop - start), columns))]
+
+
+def _qkv(hf: HFConfig, prefix: str, kind: str, tp: int, rank: int) -> list[Tile]:
+    """Megatron's rows are [queries of group 0, key 0, value 0, queries of group 1, ...], split evenly over TP ranks.
+
+    With more TP ranks than groups a rank's rows are a part of a group; Megatron gathers activations then.
+    """
+    _divide(hf.num_heads, tp, "num_attention_heads")
+    if hf.num_kv_heads % tp and tp % hf.num_kv_heads:
+        raise ValueError(f"num_key_value_heads={hf.num_kv_heads} is neither a multiple nor a divisor of tp={tp}")
+    size, queries = hf.head_dim, hf.num_heads // hf.num_kv_heads
+    rows = (hf.num_heads + 2 * hf.num_kv_heads) * size // tp
+    columns = ((0, hf.hidden_size),) if kind == "weight" else ()
+    tiles, at = [], -rank * rows  # of the next block of rows, counted from the rank's first
+    for group in range(hf.num_kv_heads):
+        for letter, heads in (("q", queries), ("k", 1), ("v", 1)):
+            block = group * heads * size  # the block's first row in the HF tensor
+            start, stop = max(at, 0), min(at + heads * size, rows)
+            if start < stop:
+                hf_rows = (block + start - at, block + stop - at)
+                tiles.append(Tile(f"{prefix}{letter}_proj.{kind}", (hf_rows, *columns), ((start, stop), *columns)))
+            at += heads * size
+    return tiles
+
+
+def named_parameters(chunks: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a rank's model chunks (wrapped in DDP or not) under the names that tile maps have."""
+    parameters: dict[str, torch.nn.Parameter] = {}
+    for chunk in chunks:
+        while not hasattr(chunk, "decoder"):
+            chunk = chunk.module
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+
+        def renumber(match: re.Match, numbers: list[int] = numbers) -> str:
+            return f"decoder.layers.{numbers[int(match[1])]}."
+
+        for name, parameter in chunk.named_parameters():
+            parameters[re.sub(r"^decoder\.layers\.(\d+)\.", renumber, name)] = parameter
+    return parameters
+
+
+# ------------------------------------------------------------------------------------------------------------------ load
+
+
+@torch.no_grad()
+def load_hf(
+    parameters: Mapping[str, Tensor], tiles: TileMap, folder: str | Path, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Fill a rank's parameters from an HF folder, reading only this rank's slices; padding becomes zero.
+
+    Args:
+        shapes: what each HF tensor must look like; by default what the folder's own config.json asks for.
+
+    Raises:
+        WeightsError: the parameters and tiles differ, or the folder lacks a file or tensor, or has one of another shape.
+    """
+    folder = Path(folder)
+    check_parameters(parameters, tiles)
+    shapes = hf_shapes(HFConfig.from_folder(folder)) if shapes is None else shapes
+    files = weight_files(folder)
+    wanted: dict[Path, list[tuple[str, Tile]]] = {}
+    for name, held in tiles.items():
+        if sum(tile.numel for tile in held) < parameters[name].numel():
+            parameters[name].zero_()
+        for tile in held:
+            if tile.hf_name not in files:
+                raise WeightsError(f"{folder}: tensor {tile.hf_name} is missing{_hint(tile.hf_name, files)}")
+            wanted.setdefault(files[tile.hf_name], []).append((name, tile))
+    for file, entries in wanted.items():
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            _read(parameters, entries, opened, file, shapes)
+
+
+def _read(parameters: Mapping[str, Tensor], entries: list[tuple[str, Tile]], opened, file: Path, shapes) -> None:
+    present = set(opened.keys())
+    for name, tile in entries:
+        if tile.hf_name not in present:
+            raise WeightsError(f"{file}: tensor {tile.hf_name} is missing, though {INDEX} says that it is there")
+        stored = opened.get_slice(tile.hf_name)
+        shape = tuple(stored.get_shape())
+        if shape != shapes[tile.hf_name]:
+            raise WeightsError(f"{file}: {tile.hf_name} has shape {shape}, the model's config wants {shapes[tile.hf_name]}")
+        if any(stop > size for (_, stop), size in zip(tile.hf_slices, shape, strict=True)):
+            raise WeightsError(f"{file}: {tile.hf_name} has shape {shape}, parameter {name} holds {tile.hf_slices} of it")
+        parameters[name][as_index(tile.local_slices)].copy_(stored[as_index(tile.hf_slices)])
+
+
+def _hint(name: str, files: Mapping[str, Path]) -> str:
+    if name == "lm_head.weight" and EMBEDDING in files:
+        return ": if the model shares it with the embedding, its config.json must say tie_word_embeddings=true"
+    return ": was the folder copied or converted completely?"
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor in an HF folder, by its index where there is one.
+
+    Raises:
+        WeightsError: there are no safetensors files, or one that the index names is missing.
+    """
+    if (folder / INDEX).is_file():
+        files = {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
+        missing = sorted({file.name for file in files.values() if not file.is_file()})
+        if missing:
+            raise WeightsError(f"{folder}: {INDEX} names {', '.join(missing)}, which is not there: copy the folder again")
+        return files
+    present = sorted(folder.glob("*.safetensors"))
+    if not present:
+        raise WeightsError(f"model folder {folder} has no .safetensors file: convert it with `hybridflow convert`")
+    files = {}
+    for file in present:
+        with safe_open(file, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file)
+    return files
+
+
+def check_parameters(parameters: Mapping[str, Tensor], tiles: TileMap) -> None:
+    """Raise WeightsError unless the tile map is about exactly these parameters and within their shapes."""
+    if parameters.keys() != tiles.keys():
+        raise WeightsError(
+            f"the model and its tile map differ: only in the model {sorted(parameters.keys() - tiles.keys())[:4]}, "
+            f"only in the map {sorted(tiles.keys() - parameters.keys())[:4]}; is it the right layout and spec?"
+        )
+    for name, held in tiles.items():
+        shape = tuple(parameters[name].shape)
+        for tile in held:
+            fits = len(shape) == len(tile.local_slices)
+            if not fits or any(stop > size for (_, stop), size in zip(tile.local_slices, shape, strict=True)):
+                raise WeightsError(f"{name} has shape {shape}, its tile of {tile.hf_name} is {tile.local_slices}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- export
+
+
+class _Held(NamedTuple):
+    rank: int
+    parameter: str
+    tile: Tile
+
+
+def export_hf(
+    parameters: Mapping[str, Tensor],
+    tiles: Sequence[TileMap],
+    model_folder: str | Path,
+    destination: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write an HF folder that transformers and vLLM load. Collective over `group`; rank 0 writes, one file at a time.
+
+    The folder appears under its name only when it is complete; one that is there before is replaced then.
+
+    Args:
+        parameters: this rank's.
+        tiles: the tile maps of all ranks of the group, in order.
+        model_folder: where config.json, the tokenizer and the generation config are taken from.
+        dtype: of the written tensors; the parameters' own by default.
+        max_shard_bytes: of a file, unless one tensor alone is larger; also what rank 0 holds at a time.
+
+    Raises:
+        WeightsError: the tiles of all ranks don't make up the model of `model_folder`.
+        OSError: rank 0 can't write (raised on every rank).
+    """
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    check_parameters(parameters, tiles[rank])
+    hf = HFConfig.from_folder(model_folder)
+    shapes = hf_shapes(hf)
+    dtype = dtype or next(iter(parameters.values())).dtype
+    holders = _holders(tiles, shapes)
+    shards = _shards(shapes, dtype.itemsize, max_shard_bytes)
+    destination = Path(destination).absolute()
+    partial = destination.parent / f".{destination.name}.partial"
+    _on_first_rank(lambda: _prepare(Path(model_folder), partial, hf, dtype), rank, group)
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        tensors = {name: _gather(parameters, holders[name], shapes[name], dtype, rank, group) for name in names}
+        _on_first_rank(lambda t=tensors, f=file: save_file(t, partial / f, metadata={"format": "pt"}), rank, group)
+        del tensors
+    total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+    _on_first_rank(lambda: _finish(partial, destination, weight_map if len(shards) > 1 else {}, total), rank, group)
+
+
+def _holders(tiles: Sequence[TileMap], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Held]]:
+    """For each HF tensor, who holds each of its distinct rectangles (the lowest rank that does)."""
+    found: dict[str, dict[Slices, _Held]] = {name: {} for name in shapes}
+    for rank, tile_map_ in enumerate(tiles):
+        for parameter, held in tile_map_.items():
+            for tile in held:
+                if tile.hf_name not in found:
+                    raise WeightsError(
+                        f"{parameter} on rank {rank} holds {tile.hf_name}, which the model folder's config lacks"
+                    )
+                found[tile.hf_name].setdefault(tile.hf_slices, _Held(rank, parameter, tile))
+    for name, regions in found.items():
+        numel = sum(held.tile.numel for held in regions.values())
+        if numel != torch.Size(shapes[name]).numel():
+            raise WeightsError(f"{name} has shape {shapes[name]}, but the ranks hold {numel} elements of it")
+    return {name: list(regions.values()) for name, regions in found.items()}
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * itemsize
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+@torch.no_grad()
+def _gather(
+    parameters: Mapping[str, Tensor],
+    holders: list[_Held],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor | None:
+    """One HF tensor on rank 0's host memory (None elsewhere)."""
+    operations, arrived = [], []
+    whole = torch.empty(shape, dtype=dtype) if rank == 0 else None
+    for held in holders:
+        if held.rank == rank:
+            piece = parameters[held.parameter][as_index(held.tile.local_slices)].to(dtype).contiguous()
+        elif rank == 0:
+            device = next(iter(parameters.values())).device
+            piece = torch.empty(held.tile.shape, dtype=dtype, device=device)
+            operations.append(dist.P2POp(dist.irecv, piece, group=group, group_peer=held.rank))
+        else:
+            continue
+        if rank == 0:
+            arrived.append((held.tile, piece))
+        else:
+            operations.append(dist.P2POp(dist.isend, piece, group=group, group_peer=0))
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    for tile, piece in arrived:
+        whole[as_index(tile.hf_slices)].copy_(piece)
+    return whole
+
+
+def _on_first_rank(action: Callable[[], None], rank: int, group: dist.ProcessGroup | None) -> None:
+    """Run `action` on rank 0. If it fails there it fails everywhere, so that no rank waits for one that has gone."""
+    failure: list[str | None] = [None]
+    if rank == 0:
+        try:
+            action()
+        except (OSError, SafetensorError) as error:
+            failure = [f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, group=group, group_src=0)
+    if failure[0]:
+        raise OSError(f"the export failed on rank 0: {failure[0]}")
+
+
+def _prepare(model_folder: Path, partial: Path, hf: HFConfig, dtype: torch.dtype) -> None:
+    if partial.exists():  # of an export that was killed
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    for pattern in _COPIED:
+        for file in sorted(model_folder.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, partial / file.name)
+    fields = json.loads((model_folder / "config.json").read_text())
+    # transformers 5 writes `dtype`, earlier releases `torch_dtype`; each reads the latter
+    keys = [key for key in ("torch_dtype", "dtype") if key in fields] or ["torch_dtype"]
+    fields |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    fields["tie_word_embeddings"] = hf.tied
+    (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _finish(partial: Path, destination: Path, weight_map: dict[str, str], total: int) -> None:
+    if weight_map:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    previous = destination.parent / f".{destination.name}.previous"
+    if previous.exists():
+        shutil.rmtree(previous)
+    if destination.exists():
+        destination.rename(previous)
+    partial.rename(destination)
+    if previous.exists():
+        shutil.rmtree(previous)

@@ -1,0 +1,85 @@
+"""The driver in rank 0 calls toy roles on all ranks of a real gloo world."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.batch import Batch
+from hybridflow.controller.handle import RoleHandle
+from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, remote
+from hybridflow.controller.role import Role
+from hybridflow.controller.torchrun import TorchrunTransport
+from hybridflow.controller.waiting import waiting
+from hybridflow.controller.worker import Worker
+from megatron_ext.layout import Layout
+
+
+class Toy(Role):
+    def __init__(self, name: str, layout: Layout):
+        self.name, self.layout, self.entered = name, layout, 0
+
+    @contextlib.contextmanager
+    def context(self):
+        self.entered += 1
+        yield
+
+    @remote(THREE_D)
+    def double(self, batch: Batch, plus: int = 0) -> Batch:
+        dist.barrier()  # every rank takes part
+        return Batch(
+            {"doubled": [2 * row + plus for row in batch.rows("tokens")], "rows": torch.full((len(batch),), len(batch))}
+        )
+
+    @remote(ONE_TO_ALL)
+    def where(self) -> tuple[str, int, int]:
+        return self.name, dist.get_rank(), self.entered
+
+    def hidden(self) -> None: ...
+
+
+def drive(layout: Layout) -> dict | None:
+    transport = TorchrunTransport()
+    roles = {name: Toy(name, layout) for name in ("a", "b")}
+    transport.attach(Worker(dist.get_rank(), roles))
+    if dist.get_rank() != 0:
+        transport.serve()
+        return None
+    a, b = (RoleHandle(name, Toy, layout, transport) for name in roles)
+    batch = Batch({"tokens": [torch.arange(n) for n in (5, 1, 3, 2, 4)]})
+    first, second = a.double(batch, plus=1), b.where()  # both in flight
+    late, early = a.where(), b.double(batch)
+    found = {
+        "early": [row.tolist() for row in early.result().rows("doubled")],
+        "first": [row.tolist() for row in first.result().rows("doubled")],
+        "shards": first.result()["rows"].tolist(),
+        "b": second.result(),
+        "a": late.result(),
+        "memory": sorted(RoleHandle("worker", Worker, layout, transport).memory().result()[3]),
+    }
+    with pytest.raises(AttributeError, match="no remote method 'hidden'"):
+        a.hidden()
+    transport.close()
+    return found
+
+
+def test_calls_reach_all_ranks_and_results_keep_the_callers_order(worlds):
+    found = worlds(4).run(drive, Layout(world_size=4, tp=1, pp=2), timeout=60)[0]
+    lengths = (5, 1, 3, 2, 4)
+    assert found["first"] == [[2 * i + 1 for i in range(n)] for n in lengths]
+    assert found["early"] == [[2 * i for i in range(n)] for n in lengths]
+    assert sorted(found["shards"]) == [2, 2, 3, 3, 3]
+    assert found["b"] == [("b", rank, 1) for rank in range(4)]
+    assert found["a"] == [("a", rank, 2) for rank in range(4)]
+    assert found["memory"] == ["a.double", "a.where", "b.double", "b.where"]
+
+
+def test_a_long_wait_says_what_it_waits_for(capfd):
+    with waiting("a friend", interval=0.05):
+        time.sleep(0.2)
+    assert "waiting for a friend since" in capfd.readouterr().err
+    with waiting("nobody", interval=5):
+        pass
+    assert capfd.readouterr().err == ""

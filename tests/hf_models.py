@@ -1,0 +1,107 @@
+"""Tiny random HF model folders of every family, and Megatron's sharding of them written out by hand as a reference."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 64, 96, 4, 8, 4
+
+
+def config(family: str, tied: bool, vocab_size: int = 131, **changes) -> dict:
+    """The fields of a config.json. Qwen3 has heads that don't make up the hidden size."""
+    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
+    fields = {
+        "architectures": [architecture],
+        "model_type": family,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    }
+    if family == "qwen3":
+        fields["head_dim"] = 16
+    return fields | changes
+
+
+def make(folder: Path, family: str, tied: bool, vocab_size: int = 131, seed: int = 0, shard: str = "5GB", **changes) -> Path:
+    """Write a folder by transformers itself, every weight random (norms and biases included)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = config(family, tied, vocab_size, **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2).add_(1.0 if parameter.dim() == 1 else 0.0)
+    model.save_pretrained(folder, max_shard_size=shard)
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "do_sample": True}))
+    (folder / "tokenizer.json").write_text(json.dumps({"note": "not read here"}))
+    return folder
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """The checkpoint as safetensors has it."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def megatron_shard(
+    hf: dict[str, Tensor], fields: dict, tp: int, tp_rank: int, layers: list[int], first: bool, last: bool, te: bool = False
+) -> dict[str, Tensor]:
+    """What a Megatron rank holds, by splitting and concatenating whole tensors (no tile map)."""
+    groups, queries = fields["num_key_value_heads"], fields["num_attention_heads"] // fields["num_key_value_heads"]
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.chunk(tp, 0)[tp_rank]
+
+    def vocabulary(tensor: Tensor) -> Tensor:
+        padding = -len(tensor) % (64 * tp)
+        return rows(torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]))
+
+    def qkv(prefix: str, kind: str) -> Tensor:
+        parts = []
+        for letter, heads in (("q", queries), ("k", 1), ("v", 1)):
+            tensor = hf[f"{prefix}{letter}_proj.{kind}"]
+            parts.append(tensor.view(groups, heads * (len(tensor) // groups // heads), *tensor.shape[1:]))
+        mixed = torch.cat(parts, 1)
+        return rows(mixed.reshape(-1, *mixed.shape[2:]))
+
+    shard = {}
+    if first:
+        shard["embedding.word_embeddings.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+    for layer in layers:
+        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        norms = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+        norms = norms if te else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+        shard[ours + norms[0]] = hf[f"{theirs}input_layernorm.weight"]
+        shard[ours + norms[1]] = hf[f"{theirs}post_attention_layernorm.weight"]
+        shard[f"{ours}self_attention.linear_qkv.weight"] = qkv(f"{theirs}self_attn.", "weight")
+        if fields["model_type"] == "qwen2":
+            shard[f"{ours}self_attention.linear_qkv.bias"] = qkv(f"{theirs}self_attn.", "bias")
+        if fields["model_type"] == "qwen3":
+            shard[f"{ours}self_attention.q_layernorm.weight"] = hf[f"{theirs}self_attn.q_norm.weight"]
+            shard[f"{ours}self_attention.k_layernorm.weight"] = hf[f"{theirs}self_attn.k_norm.weight"]
+        shard[f"{ours}self_attention.linear_proj.weight"] = hf[f"{theirs}self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
+        gate, up = hf[f"{theirs}mlp.gate_proj.weight"], hf[f"{theirs}mlp.up_proj.weight"]
+        shard[f"{ours}mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+        shard[f"{ours}mlp.linear_fc2.weight"] = hf[f"{theirs}mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
+    if last:
+        shard["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+        if not fields["tie_word_embeddings"]:
+            shard["output_layer.weight"] = vocabulary(hf["lm_head.weight"])
+        elif not first:
+            shard["output_layer.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+    return shard

@@ -1,0 +1,1 @@
+"""Tests of megatron_ext against HF transformers and torch."""
