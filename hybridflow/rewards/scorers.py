@@ -1,0 +1,96 @@
+"""Scorers: functions of (prompt, response, answer, metadata) that return a reward.
+
+Light on imports: the pool's worker processes import this module and no torch.
+"""
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Scorer = Callable[[str, str, str, dict[str, Any]], float]
+
+
+class RewardError(ValueError):
+    """The scorer that the config names cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class ScorerSpec:
+    """Which scorer: `task` (reasoning_gym's own, of `task` with `options`), `last_integer`, or `function` ("file.py:name")."""
+
+    kind: str
+    function: str = ""
+    task: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def load_scorer(spec: ScorerSpec) -> Scorer:
+    """
+    Raises:
+        RewardError: an unknown kind, or a function that can't be loaded.
+    """
+    match spec.kind:
+        case "last_integer":
+            return last_integer
+        case "task":
+            return _task_scorer(spec)
+        case "function":
+            return _load_function(spec.function)
+    raise RewardError(f"reward.kind={spec.kind!r} is unknown: use task, last_integer or function")
+
+
+def last_integer(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 when the last integer of the response is the answer, else 0; "1,234" counts as 1234.
+
+    A minus right before the digits is their sign, unless a term stands before it: "9-3", "9 -3" and "x-3" end with 3.
+    """
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", response)
+    found = re.findall(r"(?<![\w)\]])(?<![\d)\]] )-\d+|\d+", text)
+    return float(bool(found) and int(found[-1]) == int(answer))
+
+
+def checked_reward(value: Any) -> float:
+    """`value` as a finite float; anything else is the scorer's failure."""
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"the scorer returned {reward}")
+    return reward
+
+
+def _task_scorer(spec: ScorerSpec) -> Scorer:
+    # 2 s of imports that the other scorers don't need
+    from hybridflow.data.reasoning import create_dataset
+
+    try:
+        dataset = create_dataset(spec.task, spec.options, seed=0)
+    except ValueError as error:
+        raise RewardError(f"reward.kind=task: {error}") from error
+
+    def score(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
+        entry = {"question": prompt, "answer": answer, "metadata": metadata}
+        return dataset.score_answer(response.strip(), entry)
+
+    return score
+
+
+def _load_function(path: str) -> Scorer:
+    file, separator, name = path.rpartition(":")
+    if not separator or not file.endswith(".py"):
+        raise RewardError(f"reward.function={path!r} must look like path/to/file.py:name")
+    if not Path(file).is_file():
+        raise RewardError(f"reward.function={path!r}: the file {file} does not exist")
+    spec = importlib.util.spec_from_file_location(f"hybridflow_user_reward_{Path(file).stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RewardError(f"reward.function={path!r}: importing {file} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        raise RewardError(f"reward.function={path!r}: {file} has no function {name}: there are {', '.join(names) or 'none'}")
+    return function
