@@ -6,8 +6,15 @@ Exit status: 0; 1 for a fault while running; 2 for a wrong configuration or inpu
 import argparse
 import os
 import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridflow.config.schema import Config
 
 TRAIN_USAGE = "hybridflow train --config FILE [key=value ...] [--dry-run]"
+LAUNCHED = "HYBRIDFLOW_LAUNCHED"  # set in the ranks' environment by `hybridflow train`, which has checked the configuration
+LET_RANK_0_SPEAK = 30  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,21 +63,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if inside_torchrun():
-        if arguments.dry_run:
-            from hybridflow.config.schema import ConfigError
-
-            raise ConfigError("--dry-run starts nothing: run it without torchrun")
-        from hybridflow.train import main as train
-
-        return train(arguments.config, overrides) or 0
-
-    from hybridflow.config.ladder import ladder
+        return _train_rank(arguments, overrides)
     from hybridflow.config.load import load
-    from hybridflow.config.preflight import check, check_devices
+    from hybridflow.config.preflight import check_devices
 
     config = load(arguments.config, overrides)
-    check(config)
-    print(ladder(config).render(), flush=True)
+    _check_and_show(config)
     if arguments.dry_run:
         print("dry run: nothing was started")
         return 0
@@ -82,9 +80,40 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return launch(config, device, arguments.config, overrides)
 
 
+def _train_rank(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """One rank of a job that torchrun or srun started. Rank 0 checks and speaks, unless `hybridflow train` has done it."""
+    from hybridflow.config.load import load
+    from hybridflow.config.preflight import check_devices
+    from hybridflow.config.schema import ConfigError
+
+    try:
+        if arguments.dry_run:
+            raise ConfigError("--dry-run starts nothing: run it without torchrun")
+        config = load(arguments.config, overrides)
+        if os.environ["RANK"] == "0" and LAUNCHED not in os.environ:
+            _check_and_show(config)
+            check_devices(config)
+    except ConfigError:
+        if os.environ["RANK"] != "0":
+            time.sleep(LET_RANK_0_SPEAK)  # torchrun ends all ranks when one has ended
+            return 2
+        raise
+    from hybridflow.train import main as train
+
+    return train(arguments.config, overrides)
+
+
 def inside_torchrun() -> bool:
     """Whether this process is one of a job's ranks already, started by torchrun or with the variables that it sets."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _check_and_show(config: "Config") -> None:
+    from hybridflow.config.ladder import ladder
+    from hybridflow.config.preflight import check
+
+    check(config)
+    print(ladder(config).render(), flush=True)
 
 
 def _warn_of_untested_versions() -> None:

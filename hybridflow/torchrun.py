@@ -67,7 +67,7 @@ def environment(config: Config, device: str, outer: dict[str, str] | os._Environ
         wanted["HF_HUB_OFFLINE"] = "1"
     if device == "cpu":
         wanted |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {**wanted, **outer, "HYBRIDFLOW_PARENT": str(os.getpid())}
+    return {**wanted, **outer, "HYBRIDFLOW_LAUNCHED": "1"}
 
 
 class _Stop:

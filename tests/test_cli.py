@@ -90,6 +90,19 @@ def test_dry_run_starts_nothing(path, started, capfd):
     assert not started and not (path.parent / "run").exists()
 
 
+def test_under_torchrun_rank_0_speaks(path, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["train", "--config", str(path), "roles.rollout.tp=3"]) == 2
+    assert "roles.rollout.tp=3 does not divide" in capfd.readouterr().err
+    assert cli.main(["train", "--config", str(path), "--dry-run"]) == 2
+    assert "--dry-run starts nothing: run it without torchrun" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(cli, "LET_RANK_0_SPEAK", 0)
+    assert cli.main(["train", "--config", str(path), "roles.nothing=3"]) == 2
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -141,6 +154,7 @@ def test_command_and_environment(path):
     cpu = torchrun.environment(config, "cpu", {"HF_HUB_OFFLINE": "0", "HOME": "/h"})
     assert cpu["OMP_NUM_THREADS"] == "1" and cpu["TORCHDYNAMO_DISABLE"] == "1" and cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert cpu["HF_HUB_OFFLINE"] == "0" and cpu["HOME"] == "/h"  # the user's own wins
+    assert cli.LAUNCHED in cpu
     cuda = torchrun.environment(config, "cuda", {})
     assert "TORCHDYNAMO_DISABLE" not in cuda and "CUDA_VISIBLE_DEVICES" not in cuda and cuda["HF_HUB_OFFLINE"] == "1"
 

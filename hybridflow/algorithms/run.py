@@ -180,9 +180,9 @@ class Run:
             with self.recorder.phase("reference"):
                 found = self.reference.log_probs(samples.only("tokens", "loss_mask")).result()
             samples = samples.with_fields(reference_log_probs=found["log_probs"])
-        if self.config.algorithm.old_log_probs == "rollout":
+        if self.config.old_log_probs == "rollout":
             return samples.with_fields(log_probs=samples["rollout_log_probs"])
-        if self.config.recompute_log_probs:
+        if self.config.old_log_probs == "recompute":
             with self.recorder.phase("log_probs"):
                 found = self.actor.log_probs(samples.only("tokens", "loss_mask")).result()
             samples = samples.with_fields(log_probs=found["log_probs"])

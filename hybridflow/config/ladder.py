@@ -21,7 +21,7 @@ class Ladder:
 
     prompts: int
     samples: int
-    mini_batch: int  # samples per optimizer step
+    mini_batch: int  # samples per optimizer step; mini-batches differ by one where they do not divide
     optimizer_steps: int  # per step of the algorithm
     dp: int
     rank_samples: int  # of a mini-batch on one data-parallel rank, filled up where dp does not divide
@@ -40,13 +40,14 @@ def ladder(config: Config) -> Ladder:
     """The ladder of one step; pure arithmetic."""
     batch, actor, layout = config.batch, config.roles.actor, config.layout("actor")
     samples = batch.prompts * batch.samples_per_prompt
-    mini_batch = samples // batch.mini_batches
+    mini_batch = -(-samples // batch.mini_batches)
     rank_samples = -(-mini_batch // layout.dp)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     # no more than the sequences, and no more than when every sequence has full length
     micro_batches = -(-rank_samples // max(1, actor.micro_batch_tokens // longest))
     engines = config.world_size // config.roles.rollout.tp
     optimizer_steps = batch.mini_batches * config.algorithm.epochs
+    at_most = "at most " if samples % batch.mini_batches else ""
     rungs = (
         Rung("ranks", f"{config.world_size}", f"{config.cluster.nodes} nodes x {config.cluster.ranks_per_node}"),
         Rung("actor", layout.describe(), f"{config.dtype('actor')}, {config.model_path('actor')}"),
@@ -54,7 +55,11 @@ def ladder(config: Config) -> Ladder:
         Rung("rollout", f"{engines} x TP{config.roles.rollout.tp}", f"{config.dtype('rollout')}, engines x ranks of an engine"),
         Rung("prompts", f"{batch.prompts}", f"per step; at most {-(-batch.prompts // engines)} per engine"),
         Rung("samples", f"{samples}", f"{batch.samples_per_prompt} per prompt; at most {longest} tokens each"),
-        Rung("mini-batches", f"{batch.mini_batches}", f"of {mini_batch} samples: {optimizer_steps} optimizer steps per step"),
+        Rung(
+            "mini-batches",
+            f"{batch.mini_batches}",
+            f"of {at_most}{mini_batch} samples: {optimizer_steps} optimizer steps per step",
+        ),
         Rung(
             "per rank",
             f"{rank_samples}",

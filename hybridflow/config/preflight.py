@@ -213,16 +213,16 @@ def _check_cluster(config: Config) -> None:
 def _check_algorithm(config: Config) -> None:
     b, a = config.batch, config.algorithm
     samples = b.prompts * b.samples_per_prompt
-    if samples % b.mini_batches:
+    if samples < b.mini_batches:
         raise ConfigError(
-            f"batch.prompts={b.prompts} x batch.samples_per_prompt={b.samples_per_prompt} = {samples} samples cannot be"
-            f" cut into batch.mini_batches={b.mini_batches} equal parts"
+            f"batch.mini_batches={b.mini_batches} is more than the {samples} samples of a step"
+            f" (batch.prompts={b.prompts} x batch.samples_per_prompt={b.samples_per_prompt})"
         )
     if a.name == "grpo" and b.samples_per_prompt < 2:
         raise ConfigError(
             "batch.samples_per_prompt=1 gives no advantage, since grpo compares the samples of a prompt: use at least 2"
         )
-    if config.sampling.top_p < 1 and not config.recompute_log_probs:
+    if config.sampling.top_p < 1 and config.old_log_probs != "recompute":
         raise ConfigError(
             f"sampling.top_p={config.sampling.top_p} truncates the distribution that the rollout's log-probs refer to:"
             " use 1.0, or algorithm.old_log_probs=recompute"

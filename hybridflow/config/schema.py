@@ -119,9 +119,7 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     normalize_advantages: bool = True  # divide a group's advantages by the standard deviation of its rewards
     loss_level: Literal["token", "sequence"] = "token"
-    # what the ratio's denominator is: a forward pass of the actor, the rollout engine's log-probs, or (auto) the former when a
-    # step has several updates and the update's own log-probs, without an extra pass, when it has one
-    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
+    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"  # see Config.old_log_probs
 
 
 @dataclass
@@ -218,11 +216,15 @@ class Config:
         return self.cluster.nodes * self.cluster.ranks_per_node
 
     @property
-    def recompute_log_probs(self) -> bool:
-        """Whether the old policy's log-probs come from a forward pass of the actor of their own."""
+    def old_log_probs(self) -> Literal["own", "recompute", "rollout"]:
+        """Whose log-probs stand for the policy that sampled.
+
+        `recompute`: a forward pass of the actor before the step's first update; `rollout`: the engine's; `own`: those of the
+        update itself, which are the same policy's while a step has a single update.
+        """
         if self.algorithm.old_log_probs != "auto":
-            return self.algorithm.old_log_probs == "recompute"
-        return self.batch.mini_batches * self.algorithm.epochs > 1
+            return self.algorithm.old_log_probs
+        return "recompute" if self.batch.mini_batches * self.algorithm.epochs > 1 else "own"
 
     def megatron_roles(self) -> dict[str, MegatronRoleConfig]:
         """The configured roles that live in Megatron-core, by name."""
@@ -230,9 +232,9 @@ class Config:
         return {name: role for name, role in roles.items() if role is not None}
 
     def layout(self, role: str) -> Layout:
-        """The layout of a role over all ranks; the rollout's engines are its data-parallel ranks."""
+        """The layout of a role over all ranks; the rollout's ranks beyond an engine's tp count as dp."""
         if role == "rollout":
-            return Layout(self.world_size, tp=self.roles.rollout.tp)
+            return Layout(self.world_size, self.roles.rollout.tp)
         r = self.megatron_roles()[role]
         sequence_parallel = r.sequence_parallel and r.tp > 1
         return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel)

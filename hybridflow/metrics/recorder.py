@@ -68,12 +68,13 @@ class Recorder:
             self._phases[name] = self._phases.get(name, 0.0) + time.monotonic() - start
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase since the last `log` or `take_phases`, and `step`: from the first of them until now."""
-        started = time.monotonic() if self._step_started is None else self._step_started
-        return self._phases | {"step": time.monotonic() - started}
+        """Seconds by phase since the last step that was logged, and `step`: from the first of them until now."""
+        if self._step_started is None:
+            return {}
+        return {**self._phases, "step": time.monotonic() - self._step_started}
 
     def take_phases(self) -> dict[str, float]:
-        """Seconds by phase since the last `log` or `take_phases`, which the next step will not count."""
+        """Seconds by phase since the last step that was logged; they won't be part of the next step."""
         phases, self._phases, self._step_started = self._phases, {}, None
         return phases
 
@@ -83,7 +84,8 @@ class Recorder:
         Adds `time/NAME` of the phases since the last call and `time/step`, from the first of them until now.
         """
         metrics = {name: _plain(value) for name, value in step.items()}
-        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds().items()}
+        for name, seconds in self.seconds().items():
+            metrics.setdefault(f"time/{name}", seconds)
         self.take_phases()
         self.history.steps.append(metrics)
         self._write("metrics.jsonl", metrics)

@@ -22,6 +22,7 @@ def test_defaults_and_overrides(path):
     assert config.roles.actor.optimizer.lr == 2e-5 and isinstance(config.roles.actor.optimizer.lr, float)
     assert config.data.options == {"max_terms": 2}
     assert (config.run.steps, config.world_size, config.layout("actor").dp) == (7, 8, 2)
+    assert (config.layout("rollout").tp, config.layout("rollout").dp) == (1, 8)
     assert config.roles.reference is None
     assert config.sampling.temperature == 1.0
 
@@ -49,15 +50,15 @@ def test_kl_brings_a_reference_in_the_actors_layout(path):
 @pytest.mark.parametrize(
     "overrides,expected",
     [
-        ([], False),
-        (["batch.mini_batches=2"], True),
-        (["algorithm.epochs=2"], True),
-        (["batch.mini_batches=2", "algorithm.old_log_probs=rollout"], False),
-        (["algorithm.old_log_probs=recompute"], True),
+        ([], "own"),
+        (["batch.mini_batches=2"], "recompute"),
+        (["algorithm.epochs=2"], "recompute"),
+        (["batch.mini_batches=2", "algorithm.old_log_probs=rollout"], "rollout"),
+        (["algorithm.old_log_probs=recompute"], "recompute"),
     ],
 )
-def test_when_log_probs_are_recomputed(path, overrides, expected):
-    assert load(path, overrides).recompute_log_probs is expected
+def test_whose_log_probs_are_the_old_ones(path, overrides, expected):
+    assert load(path, overrides).old_log_probs == expected
 
 
 def test_save_and_load_again(path, tmp_path):

@@ -41,6 +41,7 @@ def test_passes(tmp_path, model):
         ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
         ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed
         ["roles.actor.ranks=[0,1,2,3]"],
+        ["batch.mini_batches=3"],  # 32 samples: 11, 11 and 10
         ["algorithm.kl_coefficient=0.1"],
     ],
 )
@@ -107,8 +108,8 @@ def test_passes_with(tmp_path, model, overrides):
             "roles.actor.vpp=2 needs a pipeline, but roles.actor.pp=1: use vpp=1 or a larger pp",
         ),
         (
-            ["batch.mini_batches=3"],
-            "batch.prompts=8 x batch.samples_per_prompt=4 = 32 samples cannot be cut into batch.mini_batches=3 equal parts",
+            ["batch.mini_batches=33"],
+            "batch.mini_batches=33 is more than the 32 samples of a step (batch.prompts=8 x batch.samples_per_prompt=4)",
         ),
         (
             ["batch.samples_per_prompt=1"],

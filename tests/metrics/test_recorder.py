@@ -88,6 +88,21 @@ def test_a_run(tmp_path, config, clock):
     assert out.getvalue().endswith(text + "\n")
 
 
+def test_phases_that_belong_to_no_step(tmp_path, config, clock):
+    recorder = Recorder(tmp_path / "run", config, io.StringIO())
+    assert recorder.seconds() == {}
+    with recorder.phase("rollout"):
+        clock.now += 5
+    assert recorder.seconds() == {"rollout": 5.0, "step": 5.0}
+    clock.now += 1
+    assert recorder.take_phases() == {"rollout": 5.0}
+    with recorder.phase("rollout"):
+        clock.now += 2
+    recorder.log({"step": 1})
+    recorder.close()
+    assert lines(tmp_path / "run/metrics.jsonl") == [{"time/rollout": 2.0, "time/step": 2.0, "step": 1}]
+
+
 def test_tensorboard(tmp_path, config):
     with Recorder(tmp_path / "run", config, io.StringIO()) as recorder:
         recorder.log({"step": 3, "reward/mean": 0.5, "reshard/verified": False, "actor/lr": None})
