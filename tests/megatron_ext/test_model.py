@@ -64,3 +64,5 @@ def test_unknown_names_are_refused():
         transformer_config(HF, Layout(1), torch.float32, overrides={"num_layer": 3})
     with pytest.raises(ValueError, match="recompute='some' is unknown: use one of none, selective, mlp, full"):
         transformer_config(HF, Layout(1), torch.float32, recompute="some")
+    with pytest.raises(ValueError, match="model.dtype=float16 is not supported"):
+        transformer_config(HF, Layout(1), torch.float16)
