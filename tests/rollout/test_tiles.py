@@ -20,14 +20,15 @@ QWEN3 = replace(QWEN2, family="qwen3", architecture="Qwen3ForCausalLM", qkv_bias
 def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint, written down from the architecture rather than from the code under test."""
     query, key_value, hidden, inner = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim, hf.hidden_size, 16
+    rows = (("q", query), ("k", key_value), ("v", key_value))
     shapes = {"model.embed_tokens.weight": (hf.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not hf.tied:
         shapes["lm_head.weight"] = (hf.vocab_size, hidden)
     for layer in range(hf.num_layers):
         at = f"model.layers.{layer}."
-        shapes |= {at + f"self_attn.{n}_proj.weight": (s, hidden) for n, s in zip("qkv", (query, key_value, key_value))}
+        shapes |= {at + f"self_attn.{n}_proj.weight": (s, hidden) for n, s in rows}
         if hf.qkv_bias:
-            shapes |= {at + f"self_attn.{n}_proj.bias": (s,) for n, s in zip("qkv", (query, key_value, key_value))}
+            shapes |= {at + f"self_attn.{n}_proj.bias": (s,) for n, s in rows}
         if hf.qk_norm:
             shapes |= {at + f"self_attn.{n}_norm.weight": (hf.head_dim,) for n in "qk"}
         shapes |= {at + f"mlp.{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
