@@ -53,10 +53,10 @@ def drive(config: Config, transport: object) -> None:
         config.warm_start.correct_fraction,
     )
     spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
-    with Recorder(config.run.dir, config) as recorder:
-        with ScorerPool(spec, config.reward.concurrency, config.reward.timeout) as scorer:
-            run = Run(config, handles(config, transport), text, source, scorer, recorder)
-            train(run, ALGORITHMS[config.algorithm.name](run))
+    pool = ScorerPool(spec, config.reward.concurrency, config.reward.timeout)
+    with pool as scorer, Recorder(config.run.dir, config) as recorder:
+        run = Run(config, handles(config, transport), text, source, scorer, recorder)
+        train(run, ALGORITHMS[config.algorithm.name](run))
 
 
 def main(config_path: str, overrides: list[str]) -> int:

@@ -127,7 +127,7 @@ class Run:
         return samples.with_fields(rewards=rewards)
 
     def _score(self, problems: list[Problem], samples: Batch) -> tuple[Tensor, list[str]]:
-        """Rewards [N] float32 and the responses as text. A response whose scorer fails or is too slow gets 0, and is counted."""
+        """Rewards [N] float32 and the responses as text. Where the scorer fails or is too slow the reward is 0, and counted."""
         rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
         responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
         asked = [problems[i] for i in samples["prompt_index"].tolist()]

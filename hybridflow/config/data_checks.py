@@ -32,8 +32,8 @@ def _check_template(key: str, template: str, name: str) -> None:
         names = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise ConfigError(f"{key}={template!r} is not a template: {error} (write {{{{ and }}}} for braces)") from error
-    if set(names) != {name}:
-        raise ConfigError(f"{key}={template!r} must hold {{{name}}} and no other name in braces")
+    if not names:
+        raise ConfigError(f"{key}={template!r} must hold {{{name}}} or another field of the problem")
 
 
 def _check_function(reference: str) -> None:
