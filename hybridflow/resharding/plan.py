@@ -14,6 +14,8 @@ from hybridflow.resharding.grouping import best_grouping
 from hybridflow.resharding.rectangles import subtract, volume
 from megatron_ext.tiles import Slices, Tile, TileMap, intersect, to_local
 
+WHOLE_BUNDLES = 1.05  # load of the busiest sender, relative to the finest division, up to which messages stay whole
+
 
 class Piece(NamedTuple):
     """A rectangle of a rank's parameter."""
@@ -204,20 +206,37 @@ def _cover(
 
 
 def _choose(units: Sequence[_Unit], ranks: int, ranks_per_node: int) -> list[int]:
-    """The rank that sends each unit: itself, else the least loaded of the nearest. Large units are given out first."""
+    """The rank that sends each unit: the destination itself, else the least loaded of the nearest holders.
+
+    Whole bundles (what one destination needs of one set of replicas) make few, large messages. They are taken apart only
+    where that relieves the busiest sender, as when more replicas than destinations could share the work.
+    """
+    bundles: dict[tuple, list[int]] = defaultdict(list)
+    for index, unit in enumerate(units):
+        bundles[unit.destination, *unit.parts[0][2]].append(index)
+    whole, heaviest = _deal(units, list(bundles.values()), ranks, ranks_per_node)
+    apart, lighter = _deal(units, [[index] for index in range(len(units))], ranks, ranks_per_node)
+    return whole if heaviest <= WHOLE_BUNDLES * lighter else apart
+
+
+def _deal(units: Sequence[_Unit], bundles: Sequence[Sequence[int]], ranks: int, ranks_per_node: int) -> tuple[list[int], int]:
+    """Give each bundle of units to a sender, large ones first. Returns the senders of the units and the largest load."""
     sizes = [sum(volume(rectangle) for rectangle, _, _ in unit.parts) for unit in units]
+    weights = [sum(sizes[index] for index in bundle) for bundle in bundles]
     load, chosen = [0] * ranks, [0] * len(units)
-    for index in sorted(range(len(units)), key=lambda i: -sizes[i]):
-        unit = units[index]
-        holders = unit.parts[0][2]
-        if unit.destination in holders:
-            chosen[index] = unit.destination
-            continue
-        near = [r for r in holders if _same_node(unit.destination, r, ranks_per_node)]
-        # among equals the next one after the destination, so that all destinations don't begin with the same sender
-        chosen[index] = min(near or holders, key=lambda r, d=unit.destination: (load[r], (r - d) % ranks))
-        load[chosen[index]] += sizes[index]
-    return chosen
+    for number in sorted(range(len(bundles)), key=lambda n: -weights[n]):
+        first = units[bundles[number][0]]
+        destination, holders = first.destination, first.parts[0][2]
+        if destination in holders:
+            sender = destination
+        else:
+            near = [r for r in holders if _same_node(destination, r, ranks_per_node)]
+            # among equals the next one after the destination, so that not all destinations begin with the same sender
+            sender = min(near or holders, key=lambda r, d=destination: (load[r], (r - d) % ranks))
+            load[sender] += weights[number]
+        for index in bundles[number]:
+            chosen[index] = sender
+    return chosen, max(load)
 
 
 def _same_node(a: int, b: int, ranks_per_node: int) -> bool:

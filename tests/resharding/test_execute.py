@@ -51,7 +51,7 @@ def scenario_small_bucket(bucket_bytes: int) -> tuple[list[str], int, int]:
 
 
 def test_bucket_smaller_than_the_largest_tensor(worlds):
-    """The embedding's shard has 67 x 64 x 4 bytes; buckets take 1.3 kB, then 5 of the narrowest rows."""
+    """The embedding's larger shard is 128 x 64 x 4 = 32 KiB; a bucket is a fraction of the budget, down to a few rows."""
     for bucket_bytes in (16 << 10, 4 << 10):
         for wrong, rounds, used in worlds(4).run(scenario_small_bucket, bucket_bytes):
             assert not wrong and rounds > 10 and used <= bucket_bytes

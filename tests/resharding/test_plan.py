@@ -159,6 +159,15 @@ def test_replicas_share_the_sending():
     largest = 2 * 131 * hf_models.HIDDEN
     assert max(plan.sent_bytes) - share <= largest
     assert max(plan.sent_bytes) <= 1.1 * share
+    assert len(plan.receives) == len(plan.sends) == 1  # each of the four asks another one for everything
+
+
+def test_more_replicas_than_destinations_take_the_work_apart():
+    """One rank needs what three others hold: each sends about a third."""
+    tensors = {f"t{i}": ((0, 8), (0, 8)) for i in range(12)}
+    everything = {name: [Tile(name, slices, slices)] for name, slices in tensors.items()}
+    plan = make_plan(3, [everything] * 3 + [{}], [{}, {}, {}, everything], 2, 4)
+    assert plan.sent_bytes == (4 * 128, 4 * 128, 4 * 128, 0)
 
 
 def test_tied_embedding_comes_from_both_stages():

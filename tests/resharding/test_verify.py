@@ -60,7 +60,7 @@ def test_checksum_sees_a_bit_and_an_order():
     assert len({original, *others}) == 4
 
 
-def damaged(damage: str, layout: Layout, rollout_tp: int, where: list[int]) -> str:
+def scenario_damage(damage: str, layout: Layout, rollout_tp: int, where: list[int]) -> str:
     """Reshard, damage the result on some ranks, verify: the message."""
     case = Case(FIELDS, layout, rollout_tp)
     case.resharder().run()
@@ -75,10 +75,6 @@ def damaged(damage: str, layout: Layout, rollout_tp: int, where: list[int]) -> s
         elif damage == "source":
             case.source["decoder.layers.2.mlp.linear_fc2.weight"][0, 0] += 1.0
     return case.verify()
-
-
-def scenario_damage(*arguments) -> str:
-    return damaged(*arguments)
 
 
 @pytest.mark.timeout(240)
