@@ -34,9 +34,14 @@ def hf(folders) -> dict:
 
 @pytest.fixture(scope="module")
 def world(worlds):
-    yield lambda *args, **kwargs: worlds(4, "engine").run(*args, timeout=TIMEOUT, **kwargs)
-    if worlds(4, "engine").alive:
-        worlds(4, "engine").run(scenarios.close, timeout=60)
+    used = {}
+
+    def run(*args):
+        used["world"] = worlds(4, "engine")
+        return used["world"].run(*args, timeout=TIMEOUT)
+
+    yield run
+    used["world"].close()  # four engines are 3 GB
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
