@@ -17,7 +17,7 @@ from tests.rollout import models, scenarios
 PROMPTS = [[(i * 37 + j * 11) % models.VOCABULARY for j in range(5 + i)] for i in range(20)]  # more than max_num_seqs
 GREEDY = Sampling(max_tokens=12, greedy=True)
 FAMILIES = {"llama": True, "qwen3": False, "qwen2": False}  # tied?
-TIMEOUT = 200
+TIMEOUT = 400  # importing vLLM on four ranks takes a minute of CPU time
 
 
 @pytest.fixture(scope="module")
