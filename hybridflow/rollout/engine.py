@@ -306,7 +306,7 @@ def _cpu_arguments(hf: HFConfig, own: dict[str, Any], engine_args: dict[str, Any
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(own["max_model_len"], 8192),
+        "max_num_batched_tokens": max(own["max_model_len"], sequences, 8192),
         "max_num_seqs": sequences,
         "block_size": block,
         "kv_cache_memory_bytes": min((sequences * blocks_per_sequence + 1) * block * token_bytes, allowed),

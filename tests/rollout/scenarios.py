@@ -161,7 +161,8 @@ def process_state(folder: str, tp: int, prompts: list[list[int]], seeds: Sequenc
     random.seed(dist.get_rank())
     numpy.random.seed(dist.get_rank())
     before = _state()
-    target = Engine(folder, tp, "float32", MAX_MODEL_LEN, engine_args={"max_num_batched_tokens": MAX_MODEL_LEN})
+    small_batch = {"max_num_batched_tokens": MAX_MODEL_LEN, "max_num_seqs": 16}
+    target = Engine(folder, tp, "float32", MAX_MODEL_LEN, engine_args=small_batch)
     fill(target, folder, tp)
     built = _state()
     from vllm.distributed.parallel_state import get_tp_group  # vLLM is imported by the engine only

@@ -17,7 +17,7 @@ from tests.rollout import models, scenarios
 PROMPTS = [[(i * 37 + j * 11) % models.VOCABULARY for j in range(5 + i)] for i in range(20)]  # more than max_num_seqs
 GREEDY = Sampling(max_tokens=12, greedy=True)
 FAMILIES = {"llama": True, "qwen3": False, "qwen2": False}  # tied?
-TIMEOUT = 200
+TIMEOUT = 400  # importing vLLM on four ranks takes a minute of CPU time
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,14 @@ def hf(folders) -> dict:
 
 @pytest.fixture(scope="module")
 def world(worlds):
-    yield lambda *args, **kwargs: worlds(4, "engine").run(*args, timeout=TIMEOUT, **kwargs)
-    if worlds(4, "engine").alive:
-        worlds(4, "engine").run(scenarios.close, timeout=60)
+    used = {}
+
+    def run(*args):
+        used["world"] = worlds(4, "engine")
+        return used["world"].run(*args, timeout=TIMEOUT)
+
+    yield run
+    used["world"].close()  # four engines are 3 GB
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
