@@ -21,6 +21,7 @@ CASES = {
     "tp2-pp2-recompute": (TP2_PP2, {"family": "qwen2"}, {"recompute": "full"}),
     "tp2-sp-dp2": (TP2_SP, {"family": "qwen2", "vocab_size": 131}, {}),
     "tp2-sp-dp2-qwen3": (TP2_SP, {"family": "qwen3", "head_dim": 16}, {"recompute": "mlp"}),
+    "tp2-dp2-tied": (Layout(4, tp=2), {"family": "llama", "tied": True, "vocab_size": 131}, {}),
     "pp4": (PP4, {"family": "qwen2", "tied": True}, {}),
     "dp2-pp2": (DP2_PP2, {"family": "qwen2"}, {}),
     "dp2-pp2-llama-tied": (DP2_PP2, {"family": "llama", "tied": True}, {"recompute": "selective"}),
