@@ -1,6 +1,6 @@
 """The tests' own way between HF and Megatron layouts, apart from megatron_ext/weights.py: whole tensors, cut with torch.
 
-Works for weights and for gradients alike. Layers of the local spec only.
+Works for weights and for gradients alike, by the names of both layer specs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +86,9 @@ def to_megatron(tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, tp_
         gate, up = (columns(tensors[f"{mlp}{part}_proj.weight"]) for part in ("gate", "up"))
         found[target + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
         found[target + "mlp.linear_fc2.weight"] = rows(tensors[mlp + "down_proj.weight"])
+        # Transformer Engine's spec holds the norms in the linear layers behind them
+        found[target + "self_attention.linear_qkv.layer_norm_weight"] = found[target + "input_layernorm.weight"]
+        found[target + "mlp.linear_fc1.layer_norm_weight"] = found[target + "pre_mlp_layernorm.weight"]
     return found
 
 

@@ -51,6 +51,26 @@ def test_packed_attention_and_gradients(lengths: list[int], groups: int):
         torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [4, 2])
+def test_packed_attention_in_bfloat16_on_a_gpu(groups: int):
+    from megatron_ext.layers import PackedSequences
+
+    lengths = [5, 40, 1, 17, 9, 3, 11]
+    query, key, value = (
+        torch.randn(86, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4, groups, groups)
+    )
+    packed = PackedSequences.of(lengths, torch.device("cuda"))
+    found = core_attention(kv_channels=64)(query, key, value, None, packed_seq_params=packed)
+    expected = masked_softmax_attention(query.cpu(), key.cpu(), value.cpu(), lengths)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+    upstream = torch.randn(86, 256)
+    gradients = torch.autograd.grad((found * upstream.cuda()).sum(), (query, key, value))
+    references = torch.autograd.grad((expected * upstream).sum(), (query, key, value))
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=5e-2, atol=5e-2)
+
+
 def test_batched_attention():
     torch.manual_seed(0)
     query, key, value = (torch.randn(12, 2, n, 8) for n in (4, 2, 2))

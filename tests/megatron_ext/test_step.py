@@ -21,6 +21,7 @@ CASES = {
     "tp2-pp2-recompute": (TP2_PP2, {"family": "qwen2"}, {"recompute": "full"}),
     "tp2-sp-dp2": (TP2_SP, {"family": "qwen2", "vocab_size": 131}, {}),
     "tp2-sp-dp2-qwen3": (TP2_SP, {"family": "qwen3", "head_dim": 16}, {"recompute": "mlp"}),
+    "tp2-dp2-tied": (Layout(4, tp=2), {"family": "llama", "tied": True, "vocab_size": 131}, {}),
     "pp4": (PP4, {"family": "qwen2", "tied": True}, {}),
     "dp2-pp2": (DP2_PP2, {"family": "qwen2"}, {}),
     "dp2-pp2-llama-tied": (DP2_PP2, {"family": "llama", "tied": True}, {"recompute": "selective"}),
@@ -48,7 +49,7 @@ def compare_with_hf(layout: Layout, model: dict, config: dict) -> dict:
                 chunk.zero_grad_buffer()
             batches = scenarios.micro_batches(mine, packed, layout, count)
             sums = forward_backward(role.wrapped, batches, scenarios.policy_loss, TEMPERATURE)
-            rows = forward(role.wrapped, batches, TEMPERATURE)
+            rows = forward(role.chunks, batches, TEMPERATURE)
             worst = largest_difference(scenarios.gradients(role), expected)
         assert (sums is None) == (rows is None) == (not role.state.is_last_stage)
         outputs = (0.0, 0.0)
@@ -182,3 +183,51 @@ def test_fill_up():
     assert filled[-1].fields["loss_mask"].tolist() == [0.0] * 8
     with pytest.raises(ValueError, match="without a micro-batch"):
         fill_up([], DP2_PP2)
+
+
+@pytest.fixture
+def one_gpu():
+    """A world of this process alone, over NCCL."""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu):
+    """TE's spec where it is installed, and the local one with torch's variable-length attention; log-probs and gradients."""
+    import importlib.util
+
+    from megatron_ext.model import build_model, transformer_config
+    from megatron_ext.optimizer import wrap
+    from megatron_ext.parallel import ParallelState
+    from megatron_ext.step import forward, forward_backward
+    from tests.megatron_ext import scenarios
+    from tests.megatron_ext.hf_layout import fill, hf_config, hf_model, named_parameters, to_megatron
+
+    layout = Layout(1)
+    reference = hf_model("qwen2", hidden_size=256, intermediate_size=512).bfloat16().float()
+    hf, items = hf_config(reference), scenarios.sequences(128)
+    _, _, hf_gradients = scenarios.hf_gradients(reference, items, TEMPERATURE)
+    expected = to_megatron(hf_gradients, hf, layout, 0)
+    state = ParallelState("actor", layout, seed=1)
+    on_gpu = [{name: value.cuda() for name, value in item.items()} for item in items]
+    for spec in ("local", "te") if importlib.util.find_spec("transformer_engine") else ("local",):
+        with state.current():
+            config = transformer_config(hf, layout, torch.bfloat16)
+            chunks = build_model(hf, layout, config, spec)
+            fill(chunks, reference.state_dict(), hf, layout, 0)
+            wrapped = wrap(chunks, config)
+            batches = scenarios.micro_batches(on_gpu, True, layout, 5)
+            forward_backward(wrapped, batches, scenarios.policy_loss, TEMPERATURE)
+            rows = forward(wrapped, batches, TEMPERATURE)
+        for item, row in zip(items, rows, strict=True):
+            with torch.no_grad():
+                log_probs, _ = scenarios.hf_log_probs(reference, item["tokens"], TEMPERATURE)
+            assert (row["log_probs"][1:].cpu() - log_probs).abs().mean() < 0.05, spec
+        for name, parameter in named_parameters(wrapped):
+            difference = (parameter.main_grad.cpu() - expected[name]).norm() / expected[name].norm()
+            assert difference < (0.05 if "linear_qkv.bias" not in name else 0.2), (spec, name, difference)
