@@ -37,14 +37,25 @@ def drive(config: Config, transport: object) -> None:
     """The one program that describes the run: data and rewards, the algorithm over the roles, the trained model."""
     from hybridflow.algorithms.loop import ALGORITHMS, train
     from hybridflow.algorithms.run import Run
-    from hybridflow.data.problems import open_source
+    from hybridflow.data.sources import open_source
+    from hybridflow.data.text import Text
     from hybridflow.metrics.recorder import Recorder
-    from hybridflow.rewards.scorer import Scorer
+    from hybridflow.rewards.pool import ScorerPool
+    from hybridflow.rewards.scorers import ScorerSpec
     from hybridflow.roles.registry import handles
 
-    source = open_source(config)
-    with Recorder(config.run.dir, config) as recorder, Scorer(config, source) as scorer:
-        run = Run(config, handles(config, transport), source, scorer, recorder)
+    text = Text(config.model_path("actor"))
+    source = open_source(
+        config.data,
+        text.tokenizer,
+        config.sampling.max_prompt_tokens,
+        config.evaluation.problems,
+        config.warm_start.correct_fraction,
+    )
+    spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
+    pool = ScorerPool(spec, config.reward.concurrency, config.reward.timeout)
+    with pool as scorer, Recorder(config.run.dir, config) as recorder:
+        run = Run(config, handles(config, transport), text, source, scorer, recorder)
         train(run, ALGORITHMS[config.algorithm.name](run))
 
 

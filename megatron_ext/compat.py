@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -50,8 +51,19 @@ def patch() -> None:
     check_version()
     _rotate_packed_sequences_at_once()
     _share_equal_groups()
+    _quieten()
+
+
+def _quieten() -> None:
+    """Drop notes that say nothing to a user of ours, and that each rank would print."""
     # 0.19 announces at every build that GPTModel will be replaced one day; goes when we build its successor
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(lambda record: "DEPRECATED" not in record.getMessage())
+    for message in (
+        "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
+        "When using async grad allreduce it is recommended",  # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
+        r"`torch\.distributed\.\w+_tensor` is deprecated",  # collectives as 0.16 .. 0.19 call them, renamed in torch 2.13
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _rotate_packed_sequences_at_once() -> None:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 if not torch.cuda.is_available():
-    # Megatron decorates small functions with torch.compile while it is imported; compiling them on a CPU takes longer than a run
+    # Megatron decorates small functions with torch.compile when imported; on a CPU compiling takes longer than it saves
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 _installed = False
@@ -126,7 +126,7 @@ def _track_cpu_rng() -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
     class CpuRngTracker(random.CudaRNGStatesTracker):
-        """Forks the CPU generator; upstream's warns when the CPU state changes, which here is the state it is meant to track."""
+        """Forks the CPU generator; upstream's warns when the CPU's state changes, which is what is tracked here."""
 
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME):

@@ -26,9 +26,13 @@ from megatron_ext.hf_config import HFConfig
 SPECS = ("local", "te")
 
 
-def default_spec() -> str:
-    """ "te" where Transformer Engine is importable and there is a CUDA device, else "local"."""
-    return "te" if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") else "local"
+def default_spec(dtype: torch.dtype = torch.bfloat16) -> str:
+    """The spec to build with: te where Transformer Engine is importable and CUDA there, local elsewhere and for float32.
+
+    TE's attention over packed sequences is for 16-bit tensors.
+    """
+    te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return "te" if te and dtype != torch.float32 else "local"
 
 
 def layer_spec(hf: HFConfig, spec: str) -> ModuleSpec:
@@ -152,7 +156,7 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_,
     ) -> Tensor:
-        """Packed: query [t, heads, d], key and value [t, groups, d] -> [t, heads x d]. Plain: [s, b, ...] -> [s, b, heads x d]."""
+        """query [t, heads, d], key and value [t, groups, d] -> [t, heads x d]; not packed: [s, b, ...] -> [s, b, heads x d]."""
         if packed_seq_params is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
             return self._batch(query, key, value).transpose(0, 1)
@@ -177,11 +181,14 @@ class CoreAttention(MegatronModule):
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        # torch 2.10 has is_causal and no scale, 2.11 window_size and scale, 2.12 grouped queries
         options = compat.accepted(
             varlen_attn, {"window_size": (-1, 0), "is_causal": True, "scale": self.scale, "enable_gqa": True}
         )
         if "scale" not in options and self.scale != 1.0 / math.sqrt(query.shape[-1]):
             raise ValueError(f"torch {torch.__version__}: varlen_attn cannot scale by {self.scale}, install torch>=2.11")
+        if "enable_gqa" not in options:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         output = varlen_attn(
             query.contiguous(),
             key.contiguous(),

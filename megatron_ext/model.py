@@ -58,11 +58,13 @@ def transformer_config(
     """Megatron's configuration of the model; `overrides` are TransformerConfig fields that win over everything derived here.
 
     Raises:
-        ValueError: the layout does not fit the model, or `recompute` or a name in `overrides` is unknown.
+        ValueError: the layout does not fit the model, `dtype` has no support, or `recompute` or an override is unknown.
     """
     device.install()
     compat.patch()
     check_layout(hf, layout)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"model.dtype={str(dtype).removeprefix('torch.')} is not supported: use float32 or bfloat16")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r} is unknown: use one of {', '.join(RECOMPUTE)}")
     overrides = dict(overrides or {})
@@ -70,7 +72,7 @@ def transformer_config(
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ValueError(f"megatron.{unknown[0]} is not a field of TransformerConfig in megatron-core {compat.check_version()}")
-    fields = _architecture(hf) | _parallelism(layout, dtype) | _fusions(layout) | RECOMPUTE[recompute]
+    fields = _architecture(hf) | _parallelism(layout, dtype) | _fusions() | RECOMPUTE[recompute]
     return TransformerConfig(**{**fields, **overrides})
 
 
@@ -79,7 +81,7 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
 
     The vocabulary is padded to a multiple of 64 x tp; the padding's rows never get a gradient (log_probs.py leaves them out).
     """
-    spec = spec or default_spec()
+    spec = spec or default_spec(config.params_dtype)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = layout.stage_layers(hf.num_layers)[stage]
     chunks = []
@@ -135,7 +137,6 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
         # the mean over tokens is right for any split over micro-batches and data-parallel ranks only when taken at the end
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,  # micro-batches are padded to one length: no shape exchange per transfer
@@ -145,7 +146,7 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
-def _fusions(layout: Layout) -> dict[str, object]:
+def _fusions() -> dict[str, object]:
     """Fused kernels where there is a GPU; RoPE's comes from TE, the gradient accumulation's from apex."""
     cuda = torch.cuda.is_available()
     return {

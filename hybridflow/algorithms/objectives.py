@@ -15,7 +15,8 @@ class PolicyObjective:
     policy) and reference_log_probs.
 
     Without log_probs the policy is its own old one: right for the first update on fresh samples, and a forward pass
-    saved. The mismatch to the rollout engine is then measured here, on the very log-probs that the update uses.
+    saved. The mismatch to the rollout engine is measured on the very log-probs that the update uses; it says something
+    in a step's first update only, where the policy is still the one that sampled.
     """
 
     loss: PolicyLoss
@@ -33,9 +34,7 @@ class PolicyObjective:
             entropy,
             fields.get("reference_log_probs"),
         )
-        if "log_probs" not in fields:
-            sums |= mismatch_sums(own, fields["rollout_log_probs"], mask)
-        return total, count, sums
+        return total, count, sums | mismatch_sums(own, fields["rollout_log_probs"], mask)
 
 
 @dataclass(frozen=True)

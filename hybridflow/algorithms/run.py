@@ -11,9 +11,10 @@ from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.controller.handle import RoleHandle
 from hybridflow.data.problems import Problem, Source
+from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
-from hybridflow.rewards.scorer import Scorer
+from hybridflow.rewards.pool import ScorerPool
 from hybridflow.rollout.engine import Sampling
 from megatron_ext.optimizer import OptimizerSettings
 
@@ -35,8 +36,10 @@ class Run:
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
     """
 
-    def __init__(self, config: Config, roles: Roles, source: Source, scorer: Scorer, recorder: Recorder):
-        self.config, self.source, self.scorer, self.recorder = config, source, scorer, recorder
+    def __init__(
+        self, config: Config, roles: Roles, text: Text, source: Source, scorer: ScorerPool, recorder: Recorder
+    ):
+        self.config, self.text, self.source, self.scorer, self.recorder = config, text, source, scorer, recorder
         self.actor, self.rollout = roles["actor"], roles["rollout"]
         self.reference, self.worker = roles.get("reference"), roles["worker"]
         self.throughput = Throughput(config)
@@ -109,7 +112,7 @@ class Run:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_response_tokens,
-            stop_token_ids=self.source.stop_token_ids,
+            stop_token_ids=self.text.stop_token_ids,
             greedy=greedy,
         )
 
@@ -124,10 +127,16 @@ class Run:
         return samples.with_fields(rewards=rewards)
 
     def _score(self, problems: list[Problem], samples: Batch) -> tuple[Tensor, list[str]]:
+        """Rewards [N] float32 and the responses as text. Where the scorer fails or is too slow the reward is 0, and counted."""
         rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
-        responses = [self.source.decode(tokens[mask].tolist()) for tokens, mask in rows]
+        responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
         asked = [problems[i] for i in samples["prompt_index"].tolist()]
-        return torch.tensor(self.scorer.score(asked, responses), dtype=torch.float32), responses
+        pairs = zip(asked, responses, strict=True)
+        scores = self.scorer.score([(p.prompt, response, p.answer, p.metadata) for p, response in pairs])
+        self.metrics["reward/failed"], self.metrics["reward/timed_out"] = scores.failed, scores.timed_out
+        if scores.first_failure:
+            self.recorder.line(f"warning: {scores.failed + scores.timed_out} rewards are 0: {scores.first_failure}")
+        return torch.tensor(scores.rewards, dtype=torch.float32), responses
 
     def _rows(self, kind: str, problems: list[Problem], samples: Batch, responses: list[str], rewards: Tensor) -> list[dict]:
         return [
@@ -216,7 +225,8 @@ class Run:
         with self.recorder.phase("update"):
             shards = self.actor.update(batch, objective).result()
         sums = merge_sums(shards)
-        if "mismatch_abs" in sums and not self._updates:  # later updates no longer see the policy that sampled
+        first = "mismatch/kl" not in self.metrics  # later updates no longer see the policy that sampled
+        if "mismatch_abs" in sums and first:
             self._log_mismatch(sums, batch)
         self.throughput.update(batch)
         numbers = means({name: value for name, value in sums.items() if not name.startswith("mismatch")})

@@ -57,6 +57,7 @@ class Plan:
     least_received_bytes: tuple[int, ...]  # with the ranks of each node grouped into engines so that least moves
     max_peers: int  # messages that a rank has in flight at a time, at most (sent and received)
     max_message_bytes: int  # between two ranks, over all pairs
+    max_message_pieces: int  # rectangles in one message before merging, over all pairs
 
     def bound_seconds(self, wire_bandwidth: float, memory_bandwidth: float) -> float:
         """The least possible time at these bandwidths (bytes/s; memory: read plus written), under the best grouping.
@@ -109,6 +110,7 @@ def make_plan(
         least_received_bytes=tuple(n * itemsize for n in best_grouping(sources, destinations, ranks_per_node).received),
         max_peers=max(messages),
         max_message_bytes=max(wire.values(), default=0),
+        max_message_pieces=max((len(pairs[pair]) for pair in wire), default=0),
     )
 
 

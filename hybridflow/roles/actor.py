@@ -1,6 +1,5 @@
 """The actor: the policy that is trained."""
 
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -56,4 +55,5 @@ class Actor(MegatronRole):
     @remote(ONE_TO_ALL)
     def export(self, destination: str) -> None:
         """Write the weights as an HF folder."""
-        weights.export_hf(self.chunks, self.tiles, Path(self.model_path), Path(destination))
+        tiles = [self.tile_map(rank) for rank in range(self.layout.world_size)]
+        weights.export_hf(self.parameters(), tiles, self.model_path, destination)

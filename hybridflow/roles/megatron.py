@@ -13,6 +13,7 @@ from hybridflow.data.packing import partition
 from megatron_ext import device, layers, model, step, weights
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.parallel import ParallelState
+from megatron_ext.tiles import TileMap
 
 
 class MegatronRole(Role):
@@ -30,13 +31,12 @@ class MegatronRole(Role):
             transformer = model.transformer_config(self.hf, layout, self.dtype, role.recompute, dict(role.megatron))
             self.transformer_config = transformer
             self.chunks = model.build_model(self.hf, layout, transformer, self.spec)
-            self.tiles = self.tile_map(dist.get_rank())
-            weights.load_hf(self.chunks, self.tiles, self.model_path)
+            weights.load_hf(self.parameters(), self.tile_map(dist.get_rank()), self.model_path)
 
     def context(self) -> contextlib.AbstractContextManager:
         return self.state.current()
 
-    def tile_map(self, rank: int) -> weights.TileMap:
+    def tile_map(self, rank: int) -> TileMap:
         return weights.tile_map(self.hf, self.layout, rank, self.spec)
 
     def parameters(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ class Reference(MegatronRole):
     @remote(ONE_TO_ALL)
     def copy_from(self, source: str) -> None:
         """Take the weights that another Megatron role of these ranks holds now."""
-        WeightTransfer.between(self.peers[source], self, self.config).run(verify=True)
+        WeightTransfer(self.peers[source], self, self.config).run(verify=True)
 
     @remote(THREE_D)
     def log_probs(self, batch: Batch) -> Batch | None:

@@ -54,7 +54,7 @@ class Rollout(Role):
     def receive(self, source: str, verify: bool) -> dict[str, Any]:
         """Take the weights that the Megatron role `source` holds now; see `WeightTransfer.run`."""
         if source not in self._transfers:
-            self._transfers[source] = WeightTransfer.between(self.peers[source], self, self.config)
+            self._transfers[source] = WeightTransfer(self.peers[source], self, self.config)
         report = self._transfers[source].run(verify)
         self.engine.weights_changed()
         return report

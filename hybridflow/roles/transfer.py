@@ -3,16 +3,16 @@
 import time
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.config.schema import Config
 from hybridflow.planner.hardware import gpu
 from hybridflow.resharding.execute import Resharder
-from hybridflow.resharding.plan import Plan, make_plan
-from hybridflow.resharding.verify import verify
+from hybridflow.resharding.plan import make_plan
+from hybridflow.resharding.verify import verify as check_equal
 from megatron_ext import device
+from megatron_ext.layout import Layout
 from megatron_ext.tiles import TileMap
 
 
@@ -20,6 +20,7 @@ class HoldsWeights(Protocol):
     """A role whose weights can be sent or received."""
 
     name: str
+    layout: Layout
 
     def tile_map(self, rank: int) -> TileMap:
         """Pure: the tile map of any rank of the world."""
@@ -31,22 +32,21 @@ class HoldsWeights(Protocol):
 class WeightTransfer:
     """Made once for a pair of roles, run whenever the source's weights have changed."""
 
-    def __init__(self, plan: Plan, source: HoldsWeights, destination: HoldsWeights, bucket_bytes: int):
-        self.plan, self._source, self._destination = plan, source, destination
-        self._resharder = Resharder(plan, source.parameters(), destination.parameters(), bucket_bytes)
-
-    @classmethod
-    def between(cls, source: HoldsWeights, destination: HoldsWeights, config: Config) -> "WeightTransfer":
-        """Every rank computes its own part of the plan from the tile maps of all ranks."""
+    def __init__(self, source: HoldsWeights, destination: HoldsWeights, config: Config):
+        """Collective. Every rank computes its own part of the plan from the tile maps of all ranks."""
+        self._source, self._destination = source.parameters(), destination.parameters()
         ranks = range(dist.get_world_size())
-        plan = make_plan(
+        self._tiles = [source.tile_map(rank) for rank in ranks], [destination.tile_map(rank) for rank in ranks]
+        self._layouts = tuple(f"{role.name} {role.layout.describe()}" for role in (source, destination))
+        self.plan = make_plan(
             dist.get_rank(),
-            [source.tile_map(rank) for rank in ranks],
-            [destination.tile_map(rank) for rank in ranks],
-            itemsize=next(iter(destination.parameters().values())).element_size(),
+            *self._tiles,
+            itemsize=next(iter(self._destination.values())).element_size(),
             ranks_per_node=config.cluster.ranks_per_node,
         )
-        return cls(plan, source, destination, config.resharding.bucket_mb << 20)
+        self._resharder = Resharder(self.plan, self._source, self._destination, config.resharding.bucket_mb << 20)
+        if dist.get_rank() == 0:
+            print(f"{' -> '.join(self._layouts)}: {self.plan.describe()}", flush=True)
 
     def run(self, verify: bool) -> dict[str, Any]:
         """Returns seconds, bytes_received, wire_bound_fraction (None without known bandwidths), verified (None: unchecked).
@@ -60,22 +60,12 @@ class WeightTransfer:
         device.synchronize()
         seconds = time.perf_counter() - start
         if verify:
-            self._verify()
+            check_equal(self._tiles[0], self._source, self._tiles[1], self._destination, layouts=self._layouts)
         known = gpu()
         bound = known and self.plan.bound_seconds(known.wire_bytes_per_second, known.memory_bytes_per_second)
         return {
             "seconds": seconds,
-            "bytes_received": self.plan.bytes_received,
+            "bytes_received": self.plan.received_bytes[dist.get_rank()],
             "wire_bound_fraction": bound / seconds if bound else None,
             "verified": True if verify else None,
         }
-
-    def _verify(self) -> None:
-        rank = dist.get_rank()
-        with torch.no_grad():
-            verify(
-                self._source.tile_map(rank),
-                self._source.parameters(),
-                self._destination.tile_map(rank),
-                self._destination.parameters(),
-            )

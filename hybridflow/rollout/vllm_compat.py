@@ -113,6 +113,7 @@ def _forget_world() -> None:
 def _patch_cpu() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.models import registry
 
     # The linear layers' weights are packed for oneDNN and the plain ones emptied, so that writing a parameter would change
     # nothing. Still so in 0.32; can go when vLLM has a switch for it.
@@ -123,6 +124,10 @@ def _patch_cpu() -> None:
     # The worker binds all memory that the process will ever allocate, the trainer's too, to one NUMA node. Still so in
     # 0.32; can go when it follows VLLM_CPU_OMP_THREADS_BIND=nobind.
     torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    # Each rank starts a process that imports torch and vLLM once more, to learn what this model class can do; a minute or
+    # more on few cores when it isn't cached yet. It protects forks from an initialised CUDA; nothing forks here. Still so
+    # in 0.32; can go when the answer is shipped with vLLM.
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -76,6 +76,19 @@ def micro_batches(items: list, packed: bool, layout: Layout, count: int = 0) -> 
     return fill_up([pack(group, ROW) for group in groups], layout, count)
 
 
+def gradients(role: Role) -> dict[str, Tensor]:
+    """This rank's reduced gradients by name. Each data-parallel rank holds a part of them: the parts are gathered first."""
+    from tests.megatron_ext.hf_layout import named_parameters
+
+    group = role.state.dp_group
+    for wrapped in role.wrapped:
+        for buffer in wrapped.buffers:
+            for bucket in buffer.buckets:
+                parts = bucket.grad_data.chunk(group.size())
+                torch.distributed.all_gather(list(parts), parts[group.rank()].clone(), group=group)
+    return {name: parameter.main_grad for name, parameter in named_parameters(role.wrapped)}
+
+
 def policy_loss(log_probs: Tensor, entropy: Tensor, micro_batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     mask = micro_batch.fields["loss_mask"]
     total = -(log_probs * micro_batch.fields["advantages"] * mask).sum()

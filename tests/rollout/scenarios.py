@@ -1,13 +1,17 @@
 """What the ranks of a test world do with engines. Engines are kept between calls, as building one takes seconds."""
 
+import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from hybridflow.rollout.engine import Engine, Sampling
+from hybridflow.rollout import vllm_compat
+from hybridflow.rollout.engine import Engine, Generation, Sampling
 from hybridflow.rollout.tiles import tile_map
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.tiles import as_index
@@ -31,23 +35,161 @@ def close() -> None:
     _engines.clear()
 
 
-def fill(target: Engine, folder: str, tp: int) -> None:
-    """Write an HF checkpoint into the engine's parameters through the tile map. Padding becomes garbage on purpose."""
+def write(target: Engine, folder: str, tp: int) -> dict[str, int]:
+    """Write a checkpoint into the engine's parameters through the tile map, and garbage into what no tile covers.
+
+    Returns how many elements of each parameter no tile covers, where there are any.
+    """
     checkpoint = load_file(Path(folder) / "model.safetensors")
     tiles = tile_map(HFConfig.from_folder(folder), tp, dist.get_rank() % tp)
     parameters = target.parameters()
     assert set(tiles) == set(parameters)
+    uncovered = {}
     for name, parameter in parameters.items():
         parameter.fill_(1e4)
+        times = torch.zeros(parameter.shape, dtype=torch.int)
         for tile in tiles[name]:
             parameter[as_index(tile.local_slices)] = checkpoint[tile.hf_name][as_index(tile.hf_slices)]
+            times[as_index(tile.local_slices)] += 1
+        assert times.max() <= 1, f"tiles of {name} overlap"
+        if (times == 0).any():
+            uncovered[name] = int((times == 0).sum())
+    return uncovered
+
+
+def fill(target: Engine, folder: str, tp: int) -> dict[str, int]:
+    uncovered = write(target, folder, tp)
     target.weights_changed()
+    return uncovered
 
 
-def run(folder: str, tp: int, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int] | None = None) -> list[tuple]:
-    """Fill an engine and generate; plain tuples (tokens, log_probs, truncated)."""
+def diverge_generators() -> None:
+    """As training does with dropout and data: the ranks' random number generators differ from here on."""
+    torch.manual_seed(1000 + dist.get_rank())
+
+
+def against_hf(folder: str, tp: int, prompts: list[list[int]], samplings: list[Sampling]) -> dict:
+    """The generations for every sampling, and what the tiles leave uncovered on this rank."""
+    target = engine(folder, tp)
+    uncovered = fill(target, folder, tp)
+    diverge_generators()
+    seeds = list(range(len(prompts)))
+    return {"uncovered": uncovered, "generations": [target.generate(prompts, seeds, sampling) for sampling in samplings]}
+
+
+def generate(folder: str, tp: int, prompts: list[list[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
     target = engine(folder, tp)
     fill(target, folder, tp)
-    torch.manual_seed(1000 + dist.get_rank())  # as training does: the ranks' generators differ
-    generations = target.generate(prompts, seeds or list(range(len(prompts))), sampling)
-    return [(g.tokens, g.log_probs, g.truncated) for g in generations]
+    diverge_generators()
+    return target.generate(prompts, seeds, sampling)
+
+
+def change_weights(shape: str, tp: int, folders: list[str], prompt: list[int], sampling: Sampling) -> dict:
+    """Greedy tokens after each change of weights, and with a change that the engine was not told of."""
+    target, tokens = engine(shape, tp), []
+    for folder in folders:
+        fill(target, folder, tp)
+        tokens.append(target.generate([prompt], [0], sampling)[0].tokens)
+    write(target, folders[0], tp)
+    return {"tokens": tokens, "untold": target.generate([prompt], [0], sampling)[0].tokens}
+
+
+def message(function, *args) -> str:
+    """What the call complains about; "" if it does not."""
+    try:
+        function(*args)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def sleep_and_wake(folder: str, tp: int, prompts: list[list[int]], sampling: Sampling) -> dict:
+    """Two rounds of sleep and wake, with every misuse on the way."""
+    target = engine(folder, tp)
+    fill(target, folder, tp)
+    seeds = list(range(len(prompts)))
+    storages = vllm_compat.kv_cache_storages(target._llm)
+    addresses = {name: parameter.data_ptr() for name, parameter in target.parameters().items()}
+    sizes, complaints, rounds = [[s.nbytes() for s in storages]], {}, []
+    for _ in range(2):
+        target.sleep()
+        target.sleep()  # harmless
+        sizes.append([s.nbytes() for s in storages])
+        complaints["generate asleep"] = message(target.generate, prompts, seeds, sampling)
+        complaints["KV cache first"] = message(target.wake_kv_cache)
+        complaints["weights asleep"] = message(target.weights_changed)
+        target.wake_weights()
+        complaints["generate half awake"] = message(target.generate, prompts, seeds, sampling)
+        complaints["sleep half awake"] = message(target.sleep)
+        target.wake_kv_cache()
+        complaints["unwritten weights"] = message(target.generate, prompts, seeds, sampling)
+        fill(target, folder, tp)
+        rounds.append([g.tokens for g in target.generate(prompts, seeds, sampling)])
+        sizes.append([s.nbytes() for s in storages])
+    same = addresses == {name: parameter.data_ptr() for name, parameter in target.parameters().items()}
+    return {"sizes": sizes, "complaints": complaints, "rounds": rounds, "same_addresses": same}
+
+
+def complaints(folder: str, tp: int) -> dict[str, str]:
+    """What is said to requests and to arguments that cannot be served."""
+    target = engine(folder, tp)
+    fill(target, folder, tp)
+
+    def request(prompt: list[int], seeds: Sequence[int] = (1,), **sampling) -> str:
+        return message(target.generate, [prompt], seeds, Sampling(**sampling))
+
+    def build(tp: int = tp, **engine_args) -> str:
+        return message(Engine, folder, tp, "float32", MAX_MODEL_LEN, 0.5, 0, engine_args)
+
+    return {
+        "long": request([1] * MAX_MODEL_LEN), "empty": request([]), "seeds": request([1], ()), "negative": request([1], (-1,)),
+        "cold": request([1], temperature=0.0), "top_p": request([1], top_p=0.0), "max_tokens": request([1], max_tokens=0),
+        "unknown": build(max_num_seq=4), "owned": build(dtype="auto"), "fixed": build(load_format="auto"),
+        "block_size": build(block_size=16), "tp": build(tp=3),
+    }  # fmt: skip
+
+
+def process_state(folder: str, tp: int, prompts: list[list[int]], seeds: Sequence[int]) -> dict:
+    """Build an engine, use it and close it in a process that has a life of its own.
+
+    The batch holds fewer tokens than the prompts have together: they must not be prefilled in chunks.
+    """
+    close()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    os.environ["TRAINERS_OWN"] = "1"
+    diverge_generators()
+    random.seed(dist.get_rank())
+    numpy.random.seed(dist.get_rank())
+    before = _state()
+    target = Engine(folder, tp, "float32", MAX_MODEL_LEN, engine_args={"max_num_batched_tokens": MAX_MODEL_LEN})
+    fill(target, folder, tp)
+    built = _state()
+    from vllm.distributed.parallel_state import get_tp_group  # vLLM is imported by the engine only
+
+    shared_memory = get_tp_group().device_communicator.dist_module is not dist
+    generations = target.generate(prompts, seeds, Sampling(max_tokens=4))
+    target.close()
+    target.close()  # harmless
+    sums = [torch.ones(1), torch.ones(1)]
+    dist.all_reduce(sums[0])
+    dist.all_reduce(sums[1], group=group)
+    return {
+        "changed by building": [name for name in before if built[name] != before[name]],
+        "changed by closing": [name for name in before if name != "torch" and _state()[name] != before[name]],
+        "shared memory": shared_memory,
+        "generations": generations,
+        "sums": [s.item() for s in sums],
+        "closed": message(target.generate, prompts, seeds, Sampling()),
+    }
+
+
+def _state() -> dict:
+    functions = (torch.set_num_threads, torch.Event, torch.cuda.Event, torch.cuda.Stream)
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": numpy.random.get_state()[1].tolist(),
+        "python": random.getstate(),
+        "environment": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "functions": [id(function) for function in functions],
+    }

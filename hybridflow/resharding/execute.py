@@ -1,0 +1,239 @@
+"""Carries out a plan: packs what goes to a peer into few large messages, and copies locally what a rank has itself.
+
+Every message is cut into buckets of one size that all ranks derive from the plan; round k sends the k-th bucket of every
+message. While a round is on the wire, the next one is packed, a share of the local copies is made and the one before is
+unpacked. On CUDA everything is queued on streams: no host synchronisation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.resharding.plan import Piece, Plan
+from hybridflow.resharding.rectangles import split, volume
+from megatron_ext.tiles import Slices, as_index
+
+ALIGNMENT = 256  # bytes: pieces start at multiples of it in a message, so that copies can use wide loads
+# Copies of at least this many bytes are made one by one, at the full bandwidth of the device's copy engine or kernel;
+# below it the launch dominates and many go into one fused kernel.
+FUSED_BELOW = 1 << 20
+
+
+class Resharder:
+    """Moves `source` into `destination`, in place, as often as `run` is called.
+
+    Collective over `group` at construction and at `run`. Views and buffers are kept between runs; they are made again when
+    a tensor's storage has moved. `release` frees the buffers.
+
+    Args:
+        plan: this rank's part.
+        source: this rank's training parameters; cast to the destination's dtype where they are sent or copied.
+        destination: this rank's rollout parameters, all of one dtype.
+        bucket_bytes: upper limit of the memory for messages, sent and received together.
+        dtype: of the destination; needed only on a rank without one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Mapping[str, Tensor],
+        destination: Mapping[str, Tensor],
+        bucket_bytes: int = 256 << 20,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.plan, self._group = plan, group
+        self._source, self._destination = source, destination
+        self._dtype = _common_dtype(destination, dtype)
+        if self._dtype.itemsize != plan.itemsize:
+            raise ValueError(f"the plan was made for elements of {plan.itemsize} bytes, the destination has {self._dtype}")
+        _check(plan, source, destination)
+        self._sets, self._capacity = _bucket_elements(plan, bucket_bytes)
+        self._tensors = [source[name] for name in sorted({p.name for p in _sources(plan)})]
+        self._tensors += [destination[name] for name in sorted({p.name for p in _destinations(plan)})]
+        parameters = [*destination.values(), *source.values()]
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._addresses: list[int] = []
+        self._rounds: list[_Round] = []
+        if plan.max_peers and self._device.type == "cuda":
+            # NCCL builds a group's communicator when all its ranks first call in; not all have a message in a round
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Move everything once. On CUDA it returns when the work is queued on the current stream."""
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses != self._addresses:
+            self._rounds, self._addresses = self._prepare(), addresses
+        before: tuple[_Round, list[dist.Work]] | None = None
+        for step in self._rounds:
+            step.pack.run()
+            works = step.start(self._group)
+            step.local.run()
+            if before:
+                before[0].finish(before[1])
+            before = step, works
+        if before:
+            before[0].finish(before[1])
+
+    def release(self) -> None:
+        """Free the buffers; the next run makes them again."""
+        self._rounds, self._addresses = [], []
+
+    def _prepare(self) -> list["_Round"]:
+        sends = {peer: self._cut(pieces) for peer, pieces in self.plan.sends.items()}
+        receives = {peer: self._cut(pieces) for peer, pieces in self.plan.receives.items()}
+        count = max((len(buckets) for buckets in [*sends.values(), *receives.values()]), default=1)
+        rounds = [_Round() for _ in range(count)]
+        for messages, tensors, outgoing in ((sends, self._source, True), (receives, self._destination, False)):
+            for peer, buckets in messages.items():
+                size = max(bucket.numel for bucket in buckets)
+                sets = min(self._sets, len(buckets))
+                buffers = torch.empty(sets, size, dtype=self._dtype, device=self._device)
+                for number, bucket in enumerate(buckets):
+                    message = buffers[number % sets, : bucket.numel]
+                    rounds[number].add(peer, message, bucket, tensors, outgoing)
+        for number, copies in enumerate(_shares(self.plan.local, count)):
+            for copy in copies:
+                target = self._destination[copy.destination.name][as_index(copy.destination.slices)]
+                rounds[number].local.add(target, self._source[copy.source.name][as_index(copy.source.slices)])
+        return rounds
+
+    def _cut(self, pieces: Sequence[Piece]) -> list["_Bucket"]:
+        """Both ends cut the same shapes in the same order, so that they agree on every bucket."""
+        step = max(1, ALIGNMENT // self.plan.itemsize)
+        buckets = [_Bucket()]
+        for piece in pieces:
+            at = -(-buckets[-1].numel // step) * step
+            for block, fresh in split(piece.shape, max(0, self._capacity - at), self._capacity):
+                if fresh:
+                    buckets.append(_Bucket())
+                    at = 0
+                starts = [start for start, _ in piece.slices]
+                moved = tuple((a + s, b + s) for (a, b), s in zip(block, starts, strict=True))
+                buckets[-1].blocks.append((at, Piece(piece.name, moved)))
+                at += volume(block)
+                buckets[-1].numel = at
+        return buckets
+
+
+@dataclass
+class _Bucket:
+    """A part of a message: where each block begins in it (in elements), and its length."""
+
+    blocks: list[tuple[int, Piece]] = field(default_factory=list)
+    numel: int = 0
+
+
+class _Copies:
+    """Copies between fixed views: small ones of equal strides fused into one kernel, the others one by one."""
+
+    def __init__(self):
+        self._fused: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._single: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        dense = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+        if dense and target.numel() * target.itemsize < FUSED_BELOW:
+            # flat, since the fused kernel wants equal strides and those of dimensions of size 1 are arbitrary
+            self._fused[0].append(target.view(-1))
+            self._fused[1].append(source.view(-1))
+        else:
+            self._single.append((target, source))
+
+    def run(self) -> None:
+        for target, source in self._single:
+            target.copy_(source, non_blocking=True)
+        if self._fused[0]:
+            torch._foreach_copy_(*self._fused)
+
+
+class _Round:
+    """One bucket to and from every peer that has one left, and a share of the local copies."""
+
+    def __init__(self):
+        self.pack, self.unpack, self.local = _Copies(), _Copies(), _Copies()
+        self._messages: list[tuple[bool, Tensor, int]] = []  # outgoing, message, peer (of the group)
+
+    def add(self, peer: int, message: Tensor, bucket: _Bucket, tensors: Mapping[str, Tensor], outgoing: bool) -> None:
+        self._messages.append((outgoing, message, peer))
+        for start, piece in bucket.blocks:
+            packed = message[start : start + volume(piece.slices)].view(piece.shape)
+            view = tensors[piece.name][as_index(piece.slices)]
+            if outgoing:
+                self.pack.add(packed, view)
+            else:
+                self.unpack.add(view, packed)
+
+    def start(self, group: dist.ProcessGroup | None) -> list[dist.Work]:
+        operations = [
+            dist.P2POp(dist.isend if outgoing else dist.irecv, message, group=group, group_peer=peer)
+            for outgoing, message, peer in self._messages
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def finish(self, works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait()  # NCCL: the current stream waits, not the host
+        self.unpack.run()
+
+
+def _shares(copies: Sequence, count: int) -> Iterator[list]:
+    """Split copies into `count` runs of about equal size."""
+    total = sum(copy.numel for copy in copies)
+    shares: list[list] = [[] for _ in range(count)]
+    done = 0
+    for copy in copies:
+        shares[min(count - 1, done * count // total)].append(copy)
+        done += copy.numel
+    yield from shares
+
+
+def _bucket_elements(plan: Plan, bucket_bytes: int) -> tuple[int, int]:
+    """Sets of buffers (two overlap packing with the wire) and elements of a bucket: the same on all ranks."""
+    step = max(1, ALIGNMENT // plan.itemsize)
+    peers = max(1, plan.max_peers)
+    longest = plan.max_message_bytes + plan.max_message_pieces * ALIGNMENT
+    sets = 1 if longest * peers <= bucket_bytes else 2
+    capacity = bucket_bytes // (sets * peers * plan.itemsize) // step * step
+    if not capacity:
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes} is too small for {peers} messages at a time: use at least {2 * peers * ALIGNMENT}"
+        )
+    return sets, capacity
+
+
+def _common_dtype(destination: Mapping[str, Tensor], dtype: torch.dtype | None) -> torch.dtype:
+    dtypes = {tensor.dtype for tensor in destination.values()} | ({dtype} if dtype else set())
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"the destination must have one dtype, not {sorted(map(str, dtypes))}: pass dtype= on a rank without one"
+        )
+    return dtypes.pop()
+
+
+def _sources(plan: Plan) -> Iterator[Piece]:
+    yield from (copy.source for copy in plan.local)
+    yield from (piece for pieces in plan.sends.values() for piece in pieces)
+
+
+def _destinations(plan: Plan) -> Iterator[Piece]:
+    yield from (copy.destination for copy in plan.local)
+    yield from (piece for pieces in plan.receives.values() for piece in pieces)
+
+
+def _check(plan: Plan, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
+    for side, tensors, pieces in (("source", source, _sources(plan)), ("destination", destination, _destinations(plan))):
+        for piece in pieces:
+            if piece.name not in tensors:
+                raise ValueError(f"rank {plan.rank}: the plan's {side} {piece.name} is not among the parameters")
+            if not _inside(piece.slices, tuple(tensors[piece.name].shape)):
+                shape = tuple(tensors[piece.name].shape)
+                raise ValueError(f"rank {plan.rank}: {side} {piece.name} has shape {shape}, the plan uses {piece.slices}")
+
+
+def _inside(slices: Slices, shape: tuple[int, ...]) -> bool:
+    return len(slices) == len(shape) and all(stop <= size for (_, stop), size in zip(slices, shape, strict=True))

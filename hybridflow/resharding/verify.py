@@ -1,0 +1,250 @@
+"""Proves that a resharding was bit-exact, without gathering a tensor: position-aware checksums on every holder.
+
+The checksum of a rectangle is the sum over its elements of hash(index in the HF tensor, bits) modulo 2^64, so that it does
+not depend on how the tensor is cut, and a wrong element, swapped tiles or a wrong offset change it. Every rank sums each of
+its tiles on both sides; the sums (8 bytes a tile) are all-gathered and compared by every rank.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.resharding.rectangles import extent, volume
+from megatron_ext.tiles import Slices, TileMap, as_index, intersect
+
+SIDES = ("training", "rollout")
+_SHOWN = 5  # mismatches in an error message
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# Odd multipliers: of the index and of the bits, then those of splitmix64's finalizer (Steele, Lea, Flood 2014)
+_INDEX, _BITS = _signed(0x9E3779B97F4A7C15), _signed(0xD6E8FEB86659FD93)
+_MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+class ReshardingMismatch(RuntimeError):
+    """The sides, or replicas on one of them, differ; the message names tensors, ranks, parameters and both layouts."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared: HF tensors, their elements, and tiles summed over all ranks and both sides."""
+
+    tensors: int
+    elements: int
+    tiles: int
+
+
+class _Holder(NamedTuple):
+    rank: int
+    name: str
+    checksum: int
+
+
+_Regions = dict[str, dict[Slices, list[_Holder]]]  # by HF tensor and distinct rectangle
+
+
+@torch.no_grad()
+def verify(
+    source_tiles: Sequence[TileMap],
+    source: Mapping[str, Tensor],
+    destination_tiles: Sequence[TileMap],
+    destination: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    layouts: tuple[str, str] = SIDES,
+) -> Report:
+    """Check that both sides hold the same HF tensors, bit by bit, on every rank. Collective over `group`.
+
+    Args:
+        source_tiles, destination_tiles: of all ranks of the group, in order.
+        source, destination: this rank's parameters; the source is compared after casting to the destination's dtype.
+        dtype: of the destination; needed only on a rank without one.
+        shapes: of the HF tensors, to find one that lacks an edge on both sides.
+        layouts: what the two sides are called in an error message, such as "training TP2 x PP2".
+
+    Raises:
+        ReshardingMismatch: on every rank.
+    """
+    extents = _extents(source_tiles, destination_tiles, shapes, layouts)
+    parameters = [*destination.values(), *source.values()]
+    device = parameters[0].device if parameters else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if dtype is None:
+        dtype = next(iter(destination.values())).dtype
+    sides = tuple(
+        _regions(tiles, _checksums(tiles, tensors, extents, dtype, device, group))
+        for tiles, tensors in ((source_tiles, source), (destination_tiles, destination))
+    )
+    problems = [text for side, layout in zip(sides, layouts, strict=True) for text in _replicas_differ(side, layout)]
+    problems += _sides_differ(*sides, layouts)
+    if problems:
+        more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
+        raise ReshardingMismatch("; ".join(problems[:_SHOWN]) + more)
+    tiles = sum(len(held) for side in (source_tiles, destination_tiles) for tile_map in side for held in tile_map.values())
+    return Report(len(extents), sum(torch.Size(shape).numel() for shape in extents.values()), tiles)
+
+
+# ------------------------------------------------------------------------------------------------------------- checksums
+
+
+@torch.no_grad()
+def checksum(local: Tensor, hf_slices: Slices, hf_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The sum of hash(index, bits) over `local`, the rectangle `hf_slices` of a tensor of `hf_shape`, cast to `dtype`.
+
+    An int64 scalar on the tensor's device (arithmetic wraps around); nothing waits for the device.
+    """
+    stride, positions = 1, torch.zeros((), dtype=torch.int64, device=local.device)
+    for dim in reversed(range(local.dim())):
+        start, stop = hf_slices[dim]
+        along = torch.arange(start, stop, device=local.device).mul_(_signed(stride * _INDEX % (1 << 64)))
+        stride *= hf_shape[dim]
+        if dim == 0:
+            rows = along.view(-1, *[1] * (local.dim() - 1))
+        else:
+            positions = positions + along.view(-1, *[1] * (local.dim() - 1 - dim))
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    chunk = 1 << 24 if local.is_cuda else 1 << 16  # elements: bounds the memory on a GPU, stays in the cache on a CPU
+    step = max(1, chunk * len(local) // local.numel())
+    for start in range(0, len(local), step):
+        bits = local[start : start + step].to(dtype).view(_INTEGERS[dtype.itemsize])
+        hashed = bits.to(torch.int64, copy=True).mul_(_BITS).add_(positions).add_(rows[start : start + step])
+        for multiplier in _MIX:
+            hashed.bitwise_xor_(hashed >> 31).mul_(multiplier)
+        total += hashed.bitwise_xor_(hashed >> 32).sum()
+    return total
+
+
+def _checksums(
+    tiles: Sequence[TileMap],
+    parameters: Mapping[str, Tensor],
+    extents: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> list[list[int]]:
+    """By rank: the checksum of each tile, in the order of its tile map."""
+    counts = [sum(len(held) for held in tile_map.values()) for tile_map in tiles]
+    sums = torch.zeros(max(counts), dtype=torch.int64, device=device)
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    own = [
+        checksum(parameters[name][as_index(tile.local_slices)], tile.hf_slices, extents[tile.hf_name], dtype)
+        for name, held in tiles[rank].items()
+        for tile in held
+    ]
+    if own:
+        sums[: len(own)] = torch.stack(own)
+    gathered = [sums]
+    if dist.is_initialized():
+        gathered = [torch.empty_like(sums) for _ in tiles]
+        dist.all_gather(gathered, sums, group=group)
+    return [values[:count] for values, count in zip(torch.stack(gathered).tolist(), counts, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------------ comparison
+
+
+def _extents(
+    source_tiles: Sequence[TileMap],
+    destination_tiles: Sequence[TileMap],
+    shapes: Mapping[str, tuple[int, ...]] | None,
+    layouts: tuple[str, str],
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every HF tensor, after checking that both sides' distinct rectangles cover exactly that."""
+    sides = [_rectangles(tiles) for tiles in (source_tiles, destination_tiles)]
+    if shapes is None:
+        names = sides[0].keys() | sides[1].keys()
+        boxes = {name: extent([r for side in sides for r in side.get(name, ())]) for name in sorted(names)}
+        shapes = {name: tuple(stop for _, stop in box) for name, box in boxes.items()}
+    for side, layout in zip(sides, layouts, strict=True):
+        unknown = side.keys() - shapes.keys()
+        if unknown:
+            raise ReshardingMismatch(f"{layout} has {sorted(unknown)[0]}, which the model does not have")
+        for name, shape in shapes.items():
+            problem = _cover_problem(list(side.get(name, ())), shape)
+            if problem:
+                raise ReshardingMismatch(f"{name} of shape {tuple(shape)}: the tiles of {layout} {problem}")
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _rectangles(tiles: Sequence[TileMap]) -> dict[str, dict[Slices, None]]:
+    found: dict[str, dict[Slices, None]] = defaultdict(dict)
+    for tile_map in tiles:
+        for held in tile_map.values():
+            for tile in held:
+                found[tile.hf_name][tile.hf_slices] = None
+    return found
+
+
+def _cover_problem(rectangles: list[Slices], shape: Sequence[int]) -> str | None:
+    for number, first in enumerate(rectangles):
+        for second in rectangles[:number]:
+            if intersect(first, second):
+                return f"overlap: {list(second)} and {list(first)}"
+        if any(stop > size for (_, stop), size in zip(first, shape, strict=True)):
+            return f"reach beyond it: {list(first)}"
+    covered, whole = sum(map(volume, rectangles)), torch.Size(shape).numel()
+    return None if covered == whole else f"cover {covered} of {whole} elements"
+
+
+def _regions(tiles: Sequence[TileMap], checksums: Sequence[Sequence[int]]) -> _Regions:
+    regions: _Regions = defaultdict(lambda: defaultdict(list))
+    for rank, (tile_map, values) in enumerate(zip(tiles, checksums, strict=True)):
+        flat = ((name, tile) for name, held in tile_map.items() for tile in held)
+        for (name, tile), value in zip(flat, values, strict=True):
+            regions[tile.hf_name][tile.hf_slices].append(_Holder(rank, name, value))
+    return regions
+
+
+def _replicas_differ(regions: _Regions, layout: str) -> list[str]:
+    """Rectangles that several ranks hold with different contents; the larger camp is named first."""
+    problems = []
+    for hf_name, by_slices in regions.items():
+        for slices, holders in by_slices.items():
+            camps: dict[int, list[_Holder]] = defaultdict(list)
+            for holder in holders:
+                camps[holder.checksum].append(holder)
+            if len(camps) > 1:
+                parties = " against ".join(_name(camp) for camp in sorted(camps.values(), key=len, reverse=True))
+                problems.append(f"{hf_name}{list(slices)}: replicas of {layout} differ: {parties}")
+    return problems
+
+
+def _sides_differ(source: _Regions, destination: _Regions, layouts: tuple[str, str]) -> list[str]:
+    problems = []
+    for hf_name, theirs in source.items():
+        for left, right in _components(list(theirs), list(destination[hf_name])):
+            parts = ((source[hf_name], left), (destination[hf_name], right))
+            sums = [sum(regions[slices][0].checksum for slices in part) for regions, part in parts]
+            if (sums[0] - sums[1]) % (1 << 64):
+                holders = (
+                    f"{layout} ({_name([holder for slices in part for holder in regions[slices]])})"
+                    for layout, (regions, part) in zip(layouts, parts, strict=True)
+                )
+                problems.append(f"{hf_name}{list(extent(left))}: {' and '.join(holders)} hold different values")
+    return problems
+
+
+def _components(left: list[Slices], right: list[Slices]) -> list[tuple[list[Slices], list[Slices]]]:
+    """Smallest sets of rectangles of both sides that cover the same elements: a mismatch is narrowed down to one."""
+    groups: list[tuple[list[Slices], list[Slices]]] = [([rectangle], []) for rectangle in left]
+    for rectangle in right:
+        touching = [group for group in groups if any(intersect(rectangle, other) for other in group[0])]
+        joined = ([r for group in touching for r in group[0]], [r for group in touching for r in group[1]] + [rectangle])
+        groups = [group for group in groups if not any(group is other for other in touching)] + [joined]
+    return groups
+
+
+def _name(holders: Sequence[_Holder]) -> str:
+    ranks, names = sorted({h.rank for h in holders}), sorted({h.name for h in holders})
+    return f"{', '.join(names)} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,68 @@
+"""The configuration derived from an HF config and a layout, and what it refuses."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.layout import Layout
+
+HF = HFConfig(
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=131,
+    tied=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=128,
+    qkv_bias=False,
+    qk_norm=True,
+)
+
+
+def test_config_carries_architecture_layout_and_overrides():
+    from megatron_ext.model import transformer_config
+
+    layout = Layout(8, tp=2, pp=2, vpp=2, sequence_parallel=True)
+    config = transformer_config(HF, layout, torch.bfloat16, "full", {"hidden_dropout": 0.1, "bias_dropout_fusion": False})
+    assert (config.kv_channels, config.num_query_groups, config.qk_layernorm, config.add_qkv_bias) == (16, 2, True, False)
+    assert (config.virtual_pipeline_model_parallel_size, config.sequence_parallel) == (2, True)
+    assert config.params_dtype == config.pipeline_dtype == torch.bfloat16 and config.bf16
+    assert (config.recompute_granularity, config.hidden_dropout) == ("full", 0.1)
+    assert config.calculate_per_token_loss and not config.variable_seq_lengths
+
+
+@pytest.mark.parametrize(
+    ("hf", "layout", "message"),
+    [
+        ({}, Layout(4, tp=4), "tp=4 does not divide num_attention_heads=6: use 1 or 2"),
+        ({}, Layout(3, tp=3), "tp=3 does not divide num_key_value_heads=2: use 1 or 2"),
+        ({"num_layers": 5}, Layout(2, pp=2), "num_hidden_layers=5 is not a multiple of pp=2 x vpp=1"),
+        ({}, Layout(2, vpp=2), "vpp=2 needs more than one pipeline stage"),
+        ({}, Layout(2, sequence_parallel=True), "sequence_parallel=true needs tp > 1"),
+        ({}, Layout(2, cp=2), "cp=2 is not supported"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(hf: dict, layout: Layout, message: str):
+    from megatron_ext.model import transformer_config
+
+    with pytest.raises(ValueError, match=message):
+        transformer_config(dataclasses.replace(HF, **hf), layout, torch.float32)
+
+
+def test_unknown_names_are_refused():
+    from megatron_ext.model import transformer_config
+
+    with pytest.raises(ValueError, match="megatron.num_layer is not a field of TransformerConfig"):
+        transformer_config(HF, Layout(1), torch.float32, overrides={"num_layer": 3})
+    with pytest.raises(ValueError, match="recompute='some' is unknown: use one of none, selective, mlp, full"):
+        transformer_config(HF, Layout(1), torch.float32, recompute="some")
+    with pytest.raises(ValueError, match="model.dtype=float16 is not supported"):
+        transformer_config(HF, Layout(1), torch.float16)

@@ -1,0 +1,185 @@
+"""vLLM inside four gloo ranks, compared with what `transformers` computes from the same checkpoint.
+
+The ranks keep one engine; tests that use the same one stand together.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.rollout.engine import Sampling
+from tests.rollout import models, scenarios
+
+PROMPTS = [[(i * 37 + j * 11) % models.VOCABULARY for j in range(5 + i)] for i in range(20)]  # more than max_num_seqs
+GREEDY = Sampling(max_tokens=12, greedy=True)
+FAMILIES = {"llama": True, "qwen3": False, "qwen2": False}  # tied?
+TIMEOUT = 200
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    made = {name: str(models.save_model(root / name, name, seed, tied=FAMILIES[name])) for seed, name in enumerate(FAMILIES)}
+    return made | {"other": str(models.save_model(root / "other", "qwen2", seed=9))}
+
+
+@pytest.fixture(scope="module")
+def hf(folders) -> dict:
+    return {name: models.load_model(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def world(worlds):
+    yield lambda *args, **kwargs: worlds(4, "engine").run(*args, timeout=TIMEOUT, **kwargs)
+    if worlds(4, "engine").alive:
+        worlds(4, "engine").run(scenarios.close, timeout=60)
+
+
+@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp", [1, 4, 2])
+def test_tokens_and_log_probs_equal_transformers(world, folders, hf, family: str, tp: int):
+    sampled = Sampling(temperature=0.7, max_tokens=12)
+    results = world(scenarios.against_hf, folders[family], tp, PROMPTS, [GREEDY, sampled])
+    expected = [models.greedy(hf[family], prompt, 12) for prompt in PROMPTS]
+    for result in results:
+        greedy, random = result["generations"]
+        assert [g.tokens for g in greedy] == expected
+        assert random == results[0]["generations"][1]  # same prompts and seeds, whatever the engine and the ranks' RNGs
+    for generation, prompt in zip(random, PROMPTS, strict=True):
+        reference = models.log_probs(hf[family], prompt, generation.tokens, temperature=0.7)
+        assert generation.log_probs == pytest.approx(reference, abs=1e-4)
+    _assert_only_padding_is_uncovered([result["uncovered"] for result in results], tp, tied=FAMILIES[family])
+
+
+def _assert_only_padding_is_uncovered(uncovered: list[dict[str, int]], tp: int, tied: bool) -> None:
+    """100 rows are padded to 128; hidden size 128."""
+    for rank, found in enumerate(uncovered):
+        rows = 128 // tp
+        padding = rows - max(0, min(models.VOCABULARY - rank % tp * rows, rows))
+        names = ["model.embed_tokens.weight"] + ([] if tied else ["lm_head.weight"])
+        assert found == (dict.fromkeys(names, padding * 128) if padding else {})
+
+
+# From here on: the engine that the last test above has left.
+
+
+def test_seeds_reproduce_and_do_not_depend_on_the_batch(world, folders):
+    seeds = [7 * i for i in range(20)]
+    first = world(scenarios.generate, folders["qwen2"], 2, PROMPTS, seeds, Sampling(max_tokens=8))[0]
+    again = world(scenarios.generate, folders["qwen2"], 2, PROMPTS[::-1], seeds[::-1], Sampling(max_tokens=8))
+    other = world(scenarios.generate, folders["qwen2"], 2, PROMPTS, [s + 1 for s in seeds], Sampling(max_tokens=8))[0]
+    assert all([g.tokens for g in rank[::-1]] == [g.tokens for g in first] for rank in again)
+    assert sum(a.tokens != b.tokens for a, b in zip(first, other, strict=True)) >= 18
+
+
+def test_one_prompt_with_many_seeds_follows_the_distribution(world, folders, hf):
+    sampling = Sampling(temperature=0.7, max_tokens=1)
+    results = world(scenarios.generate, folders["qwen2"], 2, [PROMPTS[0]] * 600, list(range(600)), sampling)
+    drawn = torch.tensor([g.tokens[0] for g in results[0]])
+    with torch.no_grad():
+        expected = (hf["qwen2"](torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.7).softmax(-1)
+    frequency = torch.bincount(drawn, minlength=models.VOCABULARY) / 600
+    error = 4 * (expected * (1 - expected) / 600).sqrt() + 2 / 600  # 4 standard deviations
+    assert ((frequency - expected).abs() <= error).all()
+
+
+def test_top_p_log_probs_are_those_of_the_truncated_distribution(world, folders, hf):
+    generations = world(
+        scenarios.generate, folders["qwen2"], 2, PROMPTS, list(range(20)), Sampling(temperature=0.7, top_p=0.5, max_tokens=6)
+    )[0]
+    for generation, prompt in zip(generations, PROMPTS, strict=True):
+        tokens = torch.tensor([prompt + generation.tokens])
+        with torch.no_grad():
+            probabilities = (hf["qwen2"](tokens).logits[0, len(prompt) - 1 : -1] / 0.7).softmax(-1)
+        ordered, order = probabilities.sort(descending=True)
+        kept = torch.zeros_like(probabilities).scatter(1, order, (ordered.cumsum(1) - ordered < 0.5).float())
+        truncated = probabilities * kept / (probabilities * kept).sum(1, keepdim=True)
+        reference = truncated.gather(1, tokens[0, len(prompt) :, None]).squeeze(1).log()
+        assert generation.log_probs == pytest.approx(reference.tolist(), abs=1e-4)
+
+
+def test_stop_tokens_end_a_response_and_length_truncates_it(world, folders, hf):
+    expected = models.greedy(hf["qwen2"], PROMPTS[3], 12)
+    third = expected[2]
+    stop = Sampling(max_tokens=12, greedy=True, stop_token_ids=(third,))
+    at_once = Sampling(max_tokens=12, greedy=True, stop_token_ids=(expected[0],))
+    (stopped,) = world(scenarios.generate, folders["qwen2"], 2, [PROMPTS[3]], [0], stop)[0]
+    (empty,) = world(scenarios.generate, folders["qwen2"], 2, [PROMPTS[3]], [0], at_once)[0]
+    nearly_full = [1] * (scenarios.MAX_MODEL_LEN - 4)
+    free, short = world(scenarios.generate, folders["qwen2"], 2, [PROMPTS[3], nearly_full], [0, 0], GREEDY)[0]
+    assert (stopped.tokens, stopped.truncated) == (expected[: expected.index(third) + 1], False)
+    assert (empty.tokens, len(empty.log_probs), empty.truncated) == (expected[:1], 1, False)
+    assert (free.tokens, free.truncated) == (expected, True)
+    assert (len(short.tokens), short.truncated) == (4, True)
+
+
+def test_new_weights_take_effect_once_the_engine_is_told(world, folders, hf):
+    prompt = [(j * 13) % models.VOCABULARY for j in range(80)]  # two full blocks, which the prefix cache keeps
+    order = ["qwen2", "other", "qwen2", "other"]
+    results = world(scenarios.change_weights, folders["qwen2"], 2, [folders[name] for name in order], prompt, GREEDY)
+    expected = [models.greedy(hf[name], prompt, 12) for name in order]
+    for result in results:
+        assert result["tokens"] == expected
+        assert result["untold"] != expected[0]  # else this test could not tell a stale cache from a fresh one
+
+
+def test_sleep_frees_the_kv_cache_and_misuse_is_named(world, folders, hf):
+    results = world(scenarios.sleep_and_wake, folders["qwen2"], 2, PROMPTS, GREEDY)
+    expected = [models.greedy(hf["qwen2"], prompt, 12) for prompt in PROMPTS]
+    for result in results:
+        full, *others = result["sizes"]
+        assert sum(full) == (16 * 3 + 1) * 32 * 512  # 16 sequences of 3 blocks, and a spare, of 32 tokens of 512 bytes
+        assert others == [[0] * len(full), full] * 2
+        assert result["rounds"] == [expected, expected]
+        assert result["same_addresses"]
+        said = result["complaints"]
+        assert "sleeps (weights)" in said["generate asleep"]
+        assert "call wake_weights() before wake_kv_cache()" in said["KV cache first"]
+        assert "call wake_weights()" in said["weights asleep"]
+        assert "sleeps (KV cache)" in said["generate half awake"]
+        assert "half awake: call wake_kv_cache() before sleep()" in said["sleep half awake"]
+        assert "call weights_changed() first" in said["unwritten weights"]
+
+
+def test_bad_requests_and_arguments_are_named(world, folders):
+    said = world(scenarios.complaints, folders["qwen2"], 2)[0]
+    assert "prompt 0 has 96 tokens, where 1 to 95 fit max_model_len=96" in said["long"]
+    assert "prompt 0 has 0 tokens" in said["empty"]
+    assert "1 prompts but 0 seeds" in said["seeds"]
+    assert "-1" in said["negative"]
+    assert "sampling.temperature=0.0" in said["cold"]
+    assert "sampling.top_p=0.0" in said["top_p"]
+    assert "sampling.max_response_tokens=0" in said["max_tokens"]
+    assert "engine_args.max_num_seq is not an argument of vLLM: did you mean max_num_seqs?" in said["unknown"]
+    assert "engine_args.dtype is set by the trainer: use model.dtype" in said["owned"]
+    assert "engine_args.load_format cannot be changed" in said["fixed"]
+    assert "engine_args.block_size=16" in said["block_size"]
+    assert "roles.rollout.tp=3 cannot split" in said["tp"]
+
+
+def test_a_world_of_one_beside_another_job_on_the_host(world, folders, hf):
+    """Without a launcher's variables, and while the four ranks above hold their engines."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    arguments = [sys.executable, "-m", "tests.rollout.alone", folders["qwen2"]]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [str(token) for token in models.greedy(hf["qwen2"], PROMPTS[4], 12)]
+
+
+def test_the_process_stays_the_trainers(world, folders):
+    prompts = [[(i + j * 7) % models.VOCABULARY for j in range(70)] for i in range(6)]
+    results = world(scenarios.process_state, folders["qwen2"], 2, prompts, range(6))
+    for result in results:
+        assert result["changed by building"] == []
+        assert result["changed by closing"] == []
+        assert not result["shared memory"]  # its name is one per host
+        assert [len(g.tokens) for g in result["generations"]] == [4] * 6
+        assert result["generations"] == results[0]["generations"]
+        assert result["sums"] == [4.0, 4.0]
+        assert "is closed" in result["closed"]

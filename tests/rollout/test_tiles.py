@@ -1,0 +1,80 @@
+"""The tile map of vLLM's parameters as arithmetic; that it is vLLM's is shown in test_engine.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridflow.rollout.tiles import check_tp, tile_map
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.tiles import as_index
+
+QWEN2 = HFConfig(
+    family="qwen2", architecture="Qwen2ForCausalLM", hidden_size=8, intermediate_size=16, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=2, vocab_size=70, tied=False, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
+    qkv_bias=True, qk_norm=False,
+)  # fmt: skip
+QWEN3 = replace(QWEN2, family="qwen3", architecture="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, head_dim=6, tied=True)
+
+
+def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint, written down from the architecture rather than from the code under test."""
+    query, key_value, hidden, inner = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim, hf.hidden_size, 16
+    rows = (("q", query), ("k", key_value), ("v", key_value))
+    shapes = {"model.embed_tokens.weight": (hf.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not hf.tied:
+        shapes["lm_head.weight"] = (hf.vocab_size, hidden)
+    for layer in range(hf.num_layers):
+        at = f"model.layers.{layer}."
+        shapes |= {at + f"self_attn.{n}_proj.weight": (s, hidden) for n, s in rows}
+        if hf.qkv_bias:
+            shapes |= {at + f"self_attn.{n}_proj.bias": (s,) for n, s in rows}
+        if hf.qk_norm:
+            shapes |= {at + f"self_attn.{n}_norm.weight": (hf.head_dim,) for n in "qk"}
+        shapes |= {at + f"mlp.{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
+        shapes |= {at + "self_attn.o_proj.weight": (hidden, query), at + "mlp.down_proj.weight": (hidden, inner)}
+        shapes |= {at + f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+    return shapes
+
+
+@pytest.mark.parametrize("hf", [QWEN2, QWEN3, replace(QWEN2, num_kv_heads=4)], ids=["qwen2", "qwen3", "no-gqa"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_ranks_hold_every_element_of_the_checkpoint(hf: HFConfig, tp: int):
+    shapes = hf_shapes(hf)
+    holders = {name: torch.zeros(shape, dtype=torch.int) for name, shape in shapes.items()}
+    for rank in range(tp):
+        for tiles in tile_map(hf, tp, rank).values():
+            for tile in tiles:
+                assert tile.shape == tuple(stop - start for start, stop in tile.local_slices)
+                holders[tile.hf_name][as_index(tile.hf_slices)] += 1
+    for name, count in holders.items():
+        replicas = 1
+        if "norm" in name:
+            replicas = tp
+        elif any(part in name for part in ("k_proj", "v_proj")):
+            replicas = max(1, tp // hf.num_kv_heads)
+        assert (count == replicas).all(), name
+
+
+def test_neighbours_share_a_kv_head_when_there_are_more_ranks_than_heads():
+    keys = [tile_map(QWEN2, 4, rank)["model.layers.1.self_attn.qkv_proj.weight"][1] for rank in range(4)]
+    assert [tile.hf_slices[0] for tile in keys] == [(0, 2), (0, 2), (2, 4), (2, 4)]
+    assert {tile.local_slices[0] for tile in keys} == {(2, 4)}  # below the rank's one query head
+
+
+def test_rows_that_pad_the_vocabulary_belong_to_no_tile():
+    # 70 rows are padded to 128, so 32 on each of 4 ranks: 32, 32, 6 and none
+    tiles = [tile_map(QWEN2, 4, rank)["lm_head.weight"] for rank in range(4)]
+    assert [[t.hf_slices[0] for t in rank] for rank in tiles] == [[(0, 32)], [(32, 64)], [(64, 70)], []]
+    assert tiles[2][0].local_slices[0] == (0, 6)
+
+
+def test_tied_models_have_no_output_layer():
+    assert "lm_head.weight" not in tile_map(QWEN3, 2, 0)
+
+
+def test_a_size_that_cannot_split_the_model_is_refused_with_those_that_can():
+    with pytest.raises(ValueError, match=r"roles.rollout.tp=3 cannot split .*num_attention_heads=4.*use one of 1, 2, 4$"):
+        tile_map(QWEN2, 3, 0)
+    with pytest.raises(ValueError, match="use one of 1, 3$"):
+        check_tp(replace(QWEN2, num_heads=9, num_kv_heads=3, intermediate_size=18, vocab_size=192), 2)
