@@ -3,6 +3,8 @@
 Takes seconds of imports: last of all checks.
 """
 
+from string import Formatter
+
 from hybridflow.config.schema import Config, ConfigError
 
 
@@ -43,6 +45,10 @@ def check_data(config: Config) -> None:
             source.demonstration(problems[0])
     except DataError as error:
         raise ConfigError(_one_line(error)) from error
+    for key in ("prompt_template", "response_template"):
+        template = getattr(data, key)
+        if not any(field for _, field, _, _ in Formatter().parse(template)):
+            raise ConfigError(f"data.{key}={template!r} is the same for all problems: use a field, such as {{question}}")
 
 
 def _one_line(error: Exception) -> str:
