@@ -139,8 +139,8 @@ def test_passes_with(tmp_path, model, overrides):
             " 'expression', 'num_digits', 'num_terms', 'question', 'source_dataset', 'source_index']",
         ),
         (
-            ["data.response_template=yes"],
-            "data.response_template='yes' is the same for all problems: use a field, such as {question}",
+            ["data.response_template=same"],
+            "data.response_template='same' is the same for all problems: use a field, such as {question}",
         ),
         (["reward={kind: function, function: f.py}"], "reward.function='f.py' must look like path/to/file.py:name"),
         (["reward={kind: function, function: 'no.py:f'}"], "reward.function='no.py:f': the file no.py does not exist"),
