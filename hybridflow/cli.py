@@ -130,9 +130,14 @@ def _check_env(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _convert(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from hybridflow.data.gguf import convert_gguf
+    from hybridflow.config.schema import ConfigError
+    from hybridflow.data.gguf import ConversionError, convert_gguf
+    from megatron_ext.hf_config import UnsupportedModel
 
-    convert_gguf(arguments.source, arguments.destination)
+    try:
+        convert_gguf(arguments.source, arguments.destination)
+    except (ConversionError, UnsupportedModel) as error:
+        raise ConfigError(str(error)) from error
     print(f"wrote {arguments.destination}")
     return 0
 

@@ -54,7 +54,7 @@ def run(*arguments, timeout=60, **kwargs):
         ("model.path=nowhere", "model folder nowhere does not exist"),
         ("run.dir=/proc/x/y", "run.dir=/proc/x/y cannot be written"),
         ("cluster.launcher=ray", "cluster.launcher=ray is not supported yet"),
-        ("data.task=nothing_like_it", "data.task='nothing_like_it' is not a reasoning_gym task"),
+        ("data.task=nothing_like_it", "data.task='nothing_like_it' is no task of reasoning_gym"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(path, started, capfd, override, message):
@@ -142,6 +142,18 @@ def test_check_env():
     result = run("check-env")
     assert result.returncode == 0, result.stdout
     assert "megatron-core" in result.stdout and result.stdout.endswith("ready to run\n")
+
+
+def test_convert_refuses_in_one_line(tmp_path, capfd):
+    assert cli.main(["convert", "--from", "no-such-package", "--to", str(tmp_path / "m")]) == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith("hybridflow: error: no-such-package is neither a file")
+
+
+def test_tiny_model_runs_the_quickstarts_checks(tmp_path, capfd):
+    assert cli.main(["tiny-model", "--to", str(tmp_path / "tiny")]) == 0
+    overrides = [f"model.path={tmp_path}/tiny", f"run.dir={tmp_path}/run"]
+    assert cli.main(["train", "--config", str(ROOT / "configs/quickstart.yaml"), "--dry-run", *overrides]) == 0
+    assert "TP2 x PP2" in capfd.readouterr().out
 
 
 def test_command_and_environment(path):

@@ -8,7 +8,7 @@ from hybridflow.config.schema import ConfigError
 from megatron_ext.hf_config import HFConfig
 
 INDEX = "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def check_model_folder(folder: Path, hf: HFConfig) -> None:

@@ -1,6 +1,7 @@
 """Model folders and configuration files for tests of what reads only configs and headers."""
 
 import json
+import string
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from hybridflow.config.model_folder import expected_tensors
+from hybridflow.data.tokenizer import character_tokenizer
 from megatron_ext.hf_config import HFConfig
 
 QWEN2 = {
@@ -19,7 +21,7 @@ QWEN2 = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "vocab_size": 70,
+    "vocab_size": 110,
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
@@ -30,7 +32,7 @@ def write_model(folder: Path, shards: int = 1, **fields) -> Path:
     folder.mkdir(parents=True)
     config = {**QWEN2, **fields}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
+    character_tokenizer(string.printable).save_pretrained(folder)
     tensors = {name: np.zeros(shape, np.float32) for name, shape in expected_tensors(HFConfig.from_dict(config)).items()}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")

@@ -135,22 +135,30 @@ def test_passes_with(tmp_path, model, overrides):
         ),
         (
             ["data.prompt_template='{question} {hint}'"],
-            "data.prompt_template='{question} {hint}' must hold {question} and no other name in braces",
+            "data.prompt_template='{question} {hint}' has no field 'hint' to fill in: there are ['answer', 'difficulty',"
+            " 'expression', 'num_digits', 'num_terms', 'question', 'source_dataset', 'source_index']",
         ),
-        (["reward={kind: function, function: f.py}"], "reward.function='f.py' is not of the form path/to/file.py:name"),
-        (["reward={kind: function, function: 'no.py:f'}"], "reward.function=no.py:f: there is no file no.py"),
+        (
+            ["data.response_template=same"],
+            "data.response_template='same' is the same for all problems: use a field, such as {question}",
+        ),
+        (["reward={kind: function, function: f.py}"], "reward.function='f.py' must look like path/to/file.py:name"),
+        (["reward={kind: function, function: 'no.py:f'}"], "reward.function='no.py:f': the file no.py does not exist"),
         (
             ["data={source: file, path: x.jsonl}"],
             "reward.kind=task is a task's own scorer, but data.source=file has none: use last_integer or function",
         ),
         (["data={source: file, path: x.csv}", "reward.kind=last_integer"],
-         "data.path='x.csv' must be a .parquet or .jsonl file, since data.source=file"),
+         "data.path=x.csv does not exist"),
         (["data={source: file, path: x.jsonl}", "reward.kind=last_integer"], "data.path=x.jsonl does not exist"),
-        (["data.task=chain_sun"], "data.task='chain_sun' is not a reasoning_gym task: did you mean chain_sum?"),
+        (
+            ["data.task=chain_sun"],
+            "data.task='chain_sun' is no task of reasoning_gym: did you mean chain_sum, decimal_chain_sum?",
+        ),
         (
             ["data.options={terms: 2}"],
-            "data.options={'max_terms': 2, 'terms': 2} do not fit data.task=chain_sum:"
-            " ChainSumConfig.__init__() got an unexpected keyword argument 'terms'",
+            "data.options.terms is not an option of chain_sum:"
+            " there are allow_negation, max_digits, max_terms, min_digits, min_terms, size",
         ),
     ],
 )  # fmt: skip
@@ -219,9 +227,9 @@ class TestModelFolder:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
         assert f"model folder {folder} lacks the tensor model.layers.4." in refused(tmp_path, folder)
-        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 71}))
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 111}))
         assert refused(tmp_path, folder) == (
-            f"model folder {folder}: model.embed_tokens.weight has shape [70, 64], but config.json asks for [71, 64]"
+            f"model folder {folder}: model.embed_tokens.weight has shape [110, 64], but config.json asks for [111, 64]"
         )
 
     def test_untied_needs_an_output_layer(self, tmp_path):
@@ -269,37 +277,42 @@ class TestRunFolder:
 class TestData:
     def test_columns(self, tmp_path, model):
         file = tmp_path / "x.jsonl"
-        file.write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
-        source = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer"]
-        assert (
-            refused(tmp_path, model, *source) == f"data.prompt_key=prompt is not a column of {file}, which has question, answer"
+        file.write_text("".join(json.dumps({"question": f"{n}+1", "answer": f"{n + 1}"}) + "\n" for n in range(9)))
+        source = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer", "evaluation.problems=4"]
+        missing = f"{file}, row 1: no column 'prompt' (data.prompt_key): there are answer, question"
+        assert refused(tmp_path, model, *source) == missing
+        source.append("data.prompt_key=question")
+        check(tmp_path, model, *source)
+        assert refused(tmp_path, model, *source, "evaluation.problems=10") == (
+            f"{file} has 9 distinct questions within sampling.max_prompt_tokens=128, fewer than evaluation.problems=10"
         )
-        check(tmp_path, model, *source, "data.prompt_key=question")
         file.write_text("not json\n")
-        assert f"data.path={file}: line 1 is not JSON" in refused(tmp_path, model, *source)
+        assert f"{file}, line 1: not valid JSON" in refused(tmp_path, model, *source)
 
-    def test_parquet(self, tmp_path, model):
-        import pyarrow
-        import pyarrow.parquet
-
-        file = tmp_path / "x.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"], "truth": ["2"]}), file)
-        source = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer"]
-        assert refused(tmp_path, model, *source) == f"data.answer_key=answer is not a column of {file}, which has prompt, truth"
-        check(tmp_path, model, *source, "data.answer_key=truth")
-        file.write_text("no")
-        assert f"data.path={file} is not a parquet file" in refused(tmp_path, model, *source)
+    def test_a_path_that_would_not_be_used(self, tmp_path, model):
+        assert refused(tmp_path, model, "data.path=x.jsonl") == "data.path=x.jsonl would not be used: set data.source=file"
 
     def test_reward_function(self, tmp_path, model):
         file = tmp_path / "rewards.py"
-        file.write_text("import nothing_like_this\ndef score(response, answer): return 1.0\n")
+        file.write_text("def score(prompt, response, answer, metadata): return 1.0\n")
         check(tmp_path, model, f"reward={{kind: function, function: '{file}:score'}}")
-        text = refused(tmp_path, model, f"reward={{kind: function, function: '{file}:scores'}}")
-        assert text == f"reward.function={file}:scores: {file} defines score, not scores"
-        file.write_text("def (:\n")
-        assert f"{file} line 1: invalid syntax" in refused(
-            tmp_path, model, f"reward={{kind: function, function: '{file}:score'}}"
+        assert "has no function scores" in refused(tmp_path, model, f"reward={{kind: function, function: '{file}:scores'}}")
+        assert refused(tmp_path, model, f"reward={{kind: task, function: '{file}:score'}}") == (
+            f"reward.function={file}:score would not be used: set reward.kind=function"
         )
+
+    def test_wrong_answers_need_integers(self, tmp_path, model):
+        file = tmp_path / "x.jsonl"
+        file.write_text("".join(json.dumps({"prompt": f"p{n}", "answer": "word"}) + "\n" for n in range(9)))
+        overrides = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer", "evaluation.problems=0"]
+        text = refused(tmp_path, model, *overrides, "warm_start={steps: 1, correct_fraction: 0.0}")
+        assert text == "warm_start.correct_fraction below 1 needs integer answers, not 'word': set it to 1.0"
+        check(tmp_path, model, *overrides)
+
+    def test_a_broken_tokenizer(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        (folder / "tokenizer.json").write_text("{}")
+        assert f"model folder {folder} has a tokenizer that cannot be loaded" in refused(tmp_path, folder)
 
 
 class TestDevices:
