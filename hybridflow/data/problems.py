@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.data.tokenizer import encode
 
+OVERSHOOT = "+1"  # what a weak teacher adds to a right answer
 _EVALUATION = 2**32 - 1  # the "epoch" of the evaluation split's order
 
 
@@ -130,12 +131,13 @@ class Source:
     def demonstration(self, problem: Problem) -> list[int]:
         """Tokens of a response to learn from, the end-of-text token included.
 
-        The teacher answers rightly in `correct_fraction` of the cases, drawn from the seed and the problem's index;
-        otherwise its answer, which must be an integer, is one too large.
+        The teacher is right in `correct_fraction` of the cases, drawn from the seed and the problem's index. Otherwise it
+        knows the answer but doesn't stop there: it goes on with "+1", so that its last integer is wrong (unless the answer
+        is 1). A policy that learns from it knows how to answer and mostly doesn't.
         """
-        draw = random.Random(f"{self._seed} {problem.index} {problem.prompt}").random()
-        answer = problem.answer if draw < self._correct_fraction else _one_too_large(problem.answer)
-        text = _fill(self._templates.response, "data.response_template", problem.question, answer, problem.metadata)
+        text = _fill(self._templates.response, "data.response_template", problem.question, problem.answer, problem.metadata)
+        if random.Random(f"{self._seed} {problem.index} {problem.prompt}").random() >= self._correct_fraction:
+            text += OVERSHOOT
         return [*_encode(self._tokenizer, text), self._tokenizer.eos_token_id]
 
     def _problem(self, position: int) -> Problem | None:
@@ -213,10 +215,3 @@ def _fill(template: str, key: str, question: str, answer: str, metadata: dict[st
         raise DataError(f"{key}={template!r} has no field {error.args[0]!r} to fill in: there are {sorted(fields)}") from error
     except (ValueError, IndexError) as error:
         raise DataError(f"{key}={template!r} is not a valid format string: {error}") from error
-
-
-def _one_too_large(answer: str) -> str:
-    try:
-        return str(int(answer) + 1)
-    except ValueError:
-        raise DataError(f"warm_start.correct_fraction below 1 needs integer answers, not {answer!r}: set it to 1.0") from None

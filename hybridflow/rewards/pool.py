@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from hybridflow.rewards.scorers import RewardError, ScorerSpec
+from hybridflow.rewards.scorers import RewardError, ScorerSpec, load_scorer
 
 Item = tuple[str, str, str, dict[str, Any]]  # prompt, response, answer, metadata
 
@@ -30,6 +30,19 @@ class Scores:
     failed: int
     timed_out: int
     first_failure: str | None
+
+
+class DirectScorer:
+    """Scores in this process: for scorers of ours that cannot hang."""
+
+    def __init__(self, spec: ScorerSpec):
+        self._scorer = load_scorer(spec)
+
+    def score(self, items: Sequence[Item]) -> Scores:
+        return Scores([self._scorer(*item) for item in items], 0, 0, None)
+
+    def close(self) -> None:
+        pass
 
 
 class ScorerPool:
@@ -70,13 +83,15 @@ class ScorerPool:
         while todo or busy:
             while todo and idle:
                 worker, number = idle.pop(), todo.popleft()
+                if not worker.running:  # it was killed while it had nothing to do
+                    worker = self._replace(worker)
                 worker.connection.send(items[number])
                 busy[worker.connection] = (worker, number, time.monotonic() + self._timeout)
             first_deadline = min(deadline for _, _, deadline in busy.values())
             for connection in wait(list(busy), timeout=max(0.0, first_deadline - time.monotonic())):
                 worker, number, _ = busy.pop(connection)
                 results[number] = worker.answer()
-                idle.append(worker if worker.alive else self._replace(worker))
+                idle.append(worker if worker.running else self._replace(worker))
             for worker, number, deadline in list(busy.values()):
                 if deadline <= time.monotonic():
                     del busy[worker.connection]
@@ -107,6 +122,11 @@ class ScorerPool:
         return fresh
 
 
+def open_scorer(spec: ScorerSpec, concurrency: int = 8, timeout: float = 10.0) -> DirectScorer | ScorerPool:
+    """What runs `spec`: processes for a user's function or a task's own scorer, this process for `last_integer`."""
+    return DirectScorer(spec) if spec.kind == "last_integer" else ScorerPool(spec, concurrency, timeout)
+
+
 class _Worker:
     """One child process and the socket to it."""
 
@@ -123,7 +143,10 @@ class _Worker:
         theirs.close()
         self.connection = Connection(ours.detach())
         self.connection.send(spec)
-        self.alive = True
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
 
     def wait_until_ready(self) -> None:
         if not self.connection.poll(_START_SECONDS):
@@ -143,7 +166,6 @@ class _Worker:
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
-            self.alive = False
             return None, f"the scorer's process died with status {self._process.wait()}"
 
     def close(self) -> None:

@@ -50,6 +50,8 @@ def last_integer(prompt: str, response: str, answer: str, metadata: dict[str, An
     """
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", response)
     found = re.findall(r"(?<![\w)\]])(?<![\d)\]] )-\d+|\d+", text)
+    if not re.fullmatch(r"\s*[-+]?\d+\s*", answer):
+        raise RewardError(f"reward.kind=last_integer needs integer answers, not {answer!r}: use reward.kind=task or function")
     return float(bool(found) and int(found[-1]) == int(answer))
 
 

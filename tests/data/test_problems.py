@@ -124,6 +124,8 @@ def test_demonstrations_end_the_text_and_are_right_as_often_as_asked():
     problems, _ = weak.take(0, 2000)
     texts = [tokenizer.decode(weak.demonstration(problem)[:-1]) for problem in problems]
     correct = [text == problem.answer for text, problem in zip(texts, problems, strict=True)]
+    overshot = [text == f"{problem.answer}+1" for text, problem in zip(texts, problems, strict=True)]
+    assert all(a != b for a, b in zip(correct, overshot, strict=True))
     assert sum(correct) / 2000 == pytest.approx(0.4, abs=0.04)
     assert correct[:1000] != correct[1000:]
     assert texts == [tokenizer.decode(again.demonstration(problem)[:-1]) for problem in problems]
@@ -152,3 +154,8 @@ def test_reasoning_gym_errors():
         ReasoningGym("chain_sum", {"max_terms": 1}, 0)
     with pytest.raises(DataError, match="data.options.seed is not an option of chain_sum: set data.seed"):
         ReasoningGym("chain_sum", {"seed": 1}, 0)
+
+
+def test_a_fraction_is_checked():
+    with pytest.raises(DataError, match="warm_start.correct_fraction=1.5 must lie between 0 and 1"):
+        source(correct_fraction=1.5)

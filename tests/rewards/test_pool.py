@@ -1,11 +1,12 @@
 """The scorer pool with functions that work, fail, hang, crash and print."""
 
 import os
+import signal
 import time
 
 import pytest
 
-from hybridflow.rewards.pool import ScorerPool
+from hybridflow.rewards.pool import DirectScorer, ScorerPool, open_scorer
 from hybridflow.rewards.scorers import RewardError, ScorerSpec
 
 CODE = """
@@ -79,3 +80,20 @@ def test_a_module_that_fails_is_an_error_at_the_start(tmp_path, spec):
 def test_the_tasks_own_scorer_in_the_pool():
     with ScorerPool(ScorerSpec("task", task="chain_sum"), concurrency=1, timeout=30) as pool:
         assert pool.score([item("7", "7"), item("+07", "7"), item("x", "7")]).rewards == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_killed_while_idle_is_replaced(spec):
+    with ScorerPool(spec, concurrency=1, timeout=30) as pool:
+        (pid,) = pool.score([item("pid")]).rewards
+        os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.2)
+        scores = pool.score([item("a"), item("pid")])
+        assert scores.rewards[0] == 1.0 and scores.rewards[1] != pid and scores.failed == 0
+
+
+def test_last_integer_needs_no_processes():
+    scorer = open_scorer(ScorerSpec("last_integer"), concurrency=8)
+    assert isinstance(scorer, DirectScorer)
+    assert scorer.score([item("so 7", "7"), item("8", "7"), item("", "7")]).rewards == [1.0, 0.0, 0.0]
+    scorer.close()

@@ -54,3 +54,8 @@ def test_bad_functions(tmp_path, code, path, message):
 def test_unknown_kind():
     with pytest.raises(RewardError, match="reward.kind='judge' is unknown"):
         load_scorer(ScorerSpec("judge"))
+
+
+def test_last_integer_needs_integer_answers():
+    with pytest.raises(RewardError, match="reward.kind=last_integer needs integer answers, not '1/2'"):
+        last_integer("", "3", "1/2", {})
