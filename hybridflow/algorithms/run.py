@@ -36,9 +36,7 @@ class Run:
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
     """
 
-    def __init__(
-        self, config: Config, roles: Roles, text: Text, source: Source, scorer: ScorerPool, recorder: Recorder
-    ):
+    def __init__(self, config: Config, roles: Roles, text: Text, source: Source, scorer: ScorerPool, recorder: Recorder):
         self.config, self.text, self.source, self.scorer, self.recorder = config, text, source, scorer, recorder
         self.actor, self.rollout = roles["actor"], roles["rollout"]
         self.reference, self.worker = roles.get("reference"), roles["worker"]
@@ -72,16 +70,11 @@ class Run:
         """
         config = self.config
         index = torch.arange(len(problems)).repeat_interleave(samples_per_prompt)
-        prompts = Batch(
-            {
-                "prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()],
-                # no two samples of a run share a seed; TP peers of an engine draw the same numbers
-                "seed": torch.arange(len(index)) + (config.run.seed * 100_003 + self.step_index) * 65_536,
-            }
-        )
+        prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
+        seed = config.run.seed * 1_000_003 + self.step_index
         self._wake()
         with self.recorder.phase("rollout"):
-            samples = self.rollout.generate(prompts, self._sampling(greedy)).result()
+            samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
         with self.recorder.phase("sleep"):
             self.rollout.sleep().result()
         samples = samples.with_fields(prompt_index=index)

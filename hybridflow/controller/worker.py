@@ -1,5 +1,6 @@
 """A rank's side of the controller: it holds the roles that live on the rank and runs the calls that reach it."""
 
+import gc
 import socket
 import sys
 import traceback
@@ -31,6 +32,10 @@ class Worker:
         self._memory: dict[str, int] = {}
         for role in roles.values():
             role.peers = roles
+        # vLLM collects garbage at every sleep, and Python now and then: what is built by now stays for good, so that
+        # nobody walks its millions of objects again (0.6 s a step on a GPU machine)
+        gc.collect()
+        gc.freeze()
 
     def execute(self, call: Call) -> Any:
         if call.role == "worker":

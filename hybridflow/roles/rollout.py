@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import Batch
@@ -71,13 +72,14 @@ class Rollout(Role):
         device.synchronize()
 
     @remote(MICRO_DP)
-    def generate(self, prompts: Batch, sampling: Sampling) -> Batch:
-        """Sample one response per row of `prompts` (fields `prompt` ragged int64 and `seed` [N] int64).
+    def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> Batch:
+        """Sample one response per row of `prompts` (field `prompt` ragged int64); engines draw different numbers.
 
         Returns a batch with tokens (prompt and response), loss_mask, rollout_log_probs and truncated.
         """
         rows = prompts.rows("prompt")
-        generations = self.engine.generate([row.tolist() for row in rows], prompts["seed"].tolist(), sampling)
+        engine = self.layout.coordinates(dist.get_rank()).dp
+        generations = self.engine.generate([row.tolist() for row in rows], sampling, seed * self.layout.dp + engine)
         tokens, masks, log_probs = [], [], []
         for prompt, generation in zip(rows, generations, strict=True):
             response = torch.tensor(generation.tokens, dtype=torch.int64)

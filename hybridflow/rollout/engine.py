@@ -5,7 +5,7 @@
     engine.wake_weights()                                     # then write into engine.parameters() in place
     engine.weights_changed()
     engine.wake_kv_cache()
-    generations = engine.generate(prompts, seeds, Sampling(max_tokens=64, stop_token_ids=(2,)))
+    generations = engine.generate(prompts, Sampling(max_tokens=64, stop_token_ids=(2,)), seed=7)
 
 Ranks k x tp .. (k + 1) x tp - 1 form engine k. Building, `sleep`, waking and `close` are for all ranks; `generate` is for the
 ranks of one engine, with equal arguments.
@@ -78,7 +78,7 @@ class Engine:
         max_model_len: tokens of prompt and response together, at most.
         gpu_memory_utilization: share of the device's memory for weights and KV cache. On CPU it bounds the KV caches of
             a host's ranks together.
-        seed: of the engine; sampling follows the seeds given to `generate`.
+        seed: of the engine; sampling follows the seed given to `generate`.
         engine_args: further arguments of `vllm.EngineArgs`.
 
     Raises:
@@ -139,14 +139,15 @@ class Engine:
         if self._on_cpu:
             self._empty_kv_cache()
         else:
-            self._llm.sleep(level=2)
+            with vllm_compat.trainers_cache_kept():
+                self._llm.sleep(level=2)
         self._weights_awake = self._kv_cache_awake = self._weights_valid = False
 
     def wake_weights(self) -> None:
         """Give the weights their memory back; what they hold is undefined until it is written."""
         self._check_open()
         if not self._weights_awake and not self._on_cpu:
-            self._llm.wake_up(tags=["weights"])
+            vllm_compat.wake_up(self._llm, "weights")
         self._weights_awake = True
 
     def wake_kv_cache(self) -> None:
@@ -162,7 +163,7 @@ class Engine:
             if self._on_cpu:
                 self._restore_kv_cache()
             else:
-                self._llm.wake_up(tags=["kv_cache"])
+                vllm_compat.wake_up(self._llm, "kv_cache")
         self._kv_cache_awake = True
 
     def weights_changed(self) -> None:
@@ -174,10 +175,11 @@ class Engine:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self._weights_valid = True
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
-        """One response per (prompt, seed), in order. Every rank of the engine must pass the same arguments.
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Generation]:
+        """One response per prompt, in order. Every rank of the engine must pass the same arguments.
 
-        Seeds make the ranks of an engine agree, whose random number generators training has driven apart.
+        The seed makes the ranks of an engine agree, whose random number generators training has driven apart: they draw
+        the same numbers for the same batches. (A seed per request costs a kernel launch per request and token.)
 
         Raises:
             RuntimeError: the engine is asleep, or its weights were not written since it slept.
@@ -185,14 +187,16 @@ class Engine:
         """
         self._check_ready()
         _check_sampling(sampling)
-        self._check_requests(prompts, seeds)
-        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            request = {"type": "token", "prompt_token_ids": list(prompt)}
-            self._llm.add_request(str(index), request, _sampling_params(sampling, seed))
+        self._check_prompts(prompts)
+        parameters = _sampling_params(sampling)
         generations: dict[int, Generation] = {}
-        while self._llm.has_unfinished_requests():
-            for output in self._llm.step():
-                generations[int(output.request_id)] = _generation(output.outputs[0])
+        with vllm_compat.seeded_generators(seed):
+            for index, prompt in enumerate(prompts):
+                request = {"type": "token", "prompt_token_ids": list(prompt)}
+                self._llm.add_request(str(index), request, parameters)
+            while self._llm.has_unfinished_requests():
+                for output in self._llm.step():
+                    generations[int(output.request_id)] = _generation(output.outputs[0])
         return [generations[index] for index in range(len(prompts))]
 
     def close(self) -> None:
@@ -231,17 +235,13 @@ class Engine:
         if not self._weights_valid:
             raise RuntimeError("the rollout engine has no weights: write parameters() and call weights_changed() first")
 
-    def _check_requests(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed per prompt")
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         for index, prompt in enumerate(prompts):
             if not 0 < len(prompt) < self.max_model_len:
                 raise ValueError(
                     f"prompt {index} has {len(prompt)} tokens, where 1 to {self.max_model_len - 1} fit "
                     f"max_model_len={self.max_model_len}: drop it or raise sampling.max_prompt_tokens"
                 )
-        if any(seed < 0 for seed in seeds):
-            raise ValueError(f"seeds must not be negative, got {min(seeds)}: vLLM takes -1 for no seed")
 
 
 def check_engine_args(engine_args: dict[str, Any]) -> None:
@@ -322,7 +322,7 @@ def _check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"sampling.max_response_tokens={sampling.max_tokens} is below 1")
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
+def _sampling_params(sampling: Sampling) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -332,7 +332,6 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # only the given stop tokens end a response
-        seed=seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

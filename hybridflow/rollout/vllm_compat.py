@@ -29,6 +29,9 @@ _DEFAULTS = {
 }
 
 
+_WAKE_MARGIN = 1 << 30  # of free memory, for what the engine allocates while it generates
+
+
 @contextmanager
 def preserved_process_state() -> Iterator[None]:
     """Around importing vLLM and building an engine: afterwards the process is the trainer's again.
@@ -65,6 +68,49 @@ def preserved_process_state() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         gc.unfreeze()  # the engine freezes the heap it finds, which holds the trainer's objects too
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Within, all random number generators that vLLM may draw from start at `seed`; afterwards they are the trainer's."""
+    python, numpy_state, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+@contextmanager
+def trainers_cache_kept() -> Iterator[None]:
+    """Around sleeping: vLLM empties torch's cache of freed memory, which training is about to need again (CUDA).
+
+    The engine's own memory is not in that cache. Still so in 0.26; can go when sleep has a switch for it.
+    """
+    empty_cache = torch.cuda.empty_cache
+    torch.cuda.empty_cache = lambda: None
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache = empty_cache
+
+
+def wake_up(engine: "LLMEngine", tag: str) -> None:
+    """Give the memory of `tag` back to the engine, out of torch's cache when the device has too little free (CUDA)."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pieces = CuMemAllocator.get_instance().pointer_to_data.values()
+    needed = sum(piece.handle[1] for piece in pieces if piece.tag == tag)
+    if torch.cuda.mem_get_info()[0] < needed + _WAKE_MARGIN:
+        torch.cuda.empty_cache()
+    engine.wake_up(tags=[tag])
 
 
 def set_launcher_environment(local_rank: int) -> None:

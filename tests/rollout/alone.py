@@ -14,7 +14,7 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(folder, 1, "float32", scenarios.MAX_MODEL_LEN, engine_args={"max_num_seqs": 4})
     scenarios.fill(engine, folder, 1)
-    print(*engine.generate([PROMPTS[4]], [0], GREEDY)[0].tokens)
+    print(*engine.generate([PROMPTS[4]], GREEDY, seed=0)[0].tokens)
     engine.close()
     dist.destroy_process_group()
 

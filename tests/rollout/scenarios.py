@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -73,15 +72,14 @@ def against_hf(folder: str, tp: int, prompts: list[list[int]], samplings: list[S
     target = engine(folder, tp)
     uncovered = fill(target, folder, tp)
     diverge_generators()
-    seeds = list(range(len(prompts)))
-    return {"uncovered": uncovered, "generations": [target.generate(prompts, seeds, sampling) for sampling in samplings]}
+    return {"uncovered": uncovered, "generations": [target.generate(prompts, sampling, 3) for sampling in samplings]}
 
 
-def generate(folder: str, tp: int, prompts: list[list[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+def generate(folder: str, tp: int, prompts: list[list[int]], sampling: Sampling, seed: int = 0) -> list[Generation]:
     target = engine(folder, tp)
     fill(target, folder, tp)
     diverge_generators()
-    return target.generate(prompts, seeds, sampling)
+    return target.generate(prompts, sampling, seed)
 
 
 def change_weights(shape: str, tp: int, folders: list[str], prompt: list[int], sampling: Sampling) -> dict:
@@ -89,9 +87,9 @@ def change_weights(shape: str, tp: int, folders: list[str], prompt: list[int], s
     target, tokens = engine(shape, tp), []
     for folder in folders:
         fill(target, folder, tp)
-        tokens.append(target.generate([prompt], [0], sampling)[0].tokens)
+        tokens.append(target.generate([prompt], sampling, 0)[0].tokens)
     write(target, folders[0], tp)
-    return {"tokens": tokens, "untold": target.generate([prompt], [0], sampling)[0].tokens}
+    return {"tokens": tokens, "untold": target.generate([prompt], sampling, 0)[0].tokens}
 
 
 def message(function, *args) -> str:
@@ -107,7 +105,6 @@ def sleep_and_wake(folder: str, tp: int, prompts: list[list[int]], sampling: Sam
     """Two rounds of sleep and wake, with every misuse on the way."""
     target = engine(folder, tp)
     fill(target, folder, tp)
-    seeds = list(range(len(prompts)))
     storages = vllm_compat.kv_cache_storages(target._llm)
     addresses = {name: parameter.data_ptr() for name, parameter in target.parameters().items()}
     sizes, complaints, rounds = [[s.nbytes() for s in storages]], {}, []
@@ -115,16 +112,16 @@ def sleep_and_wake(folder: str, tp: int, prompts: list[list[int]], sampling: Sam
         target.sleep()
         target.sleep()  # harmless
         sizes.append([s.nbytes() for s in storages])
-        complaints["generate asleep"] = message(target.generate, prompts, seeds, sampling)
+        complaints["generate asleep"] = message(target.generate, prompts, sampling, 0)
         complaints["KV cache first"] = message(target.wake_kv_cache)
         complaints["weights asleep"] = message(target.weights_changed)
         target.wake_weights()
-        complaints["generate half awake"] = message(target.generate, prompts, seeds, sampling)
+        complaints["generate half awake"] = message(target.generate, prompts, sampling, 0)
         complaints["sleep half awake"] = message(target.sleep)
         target.wake_kv_cache()
-        complaints["unwritten weights"] = message(target.generate, prompts, seeds, sampling)
+        complaints["unwritten weights"] = message(target.generate, prompts, sampling, 0)
         fill(target, folder, tp)
-        rounds.append([g.tokens for g in target.generate(prompts, seeds, sampling)])
+        rounds.append([g.tokens for g in target.generate(prompts, sampling, 0)])
         sizes.append([s.nbytes() for s in storages])
     same = addresses == {name: parameter.data_ptr() for name, parameter in target.parameters().items()}
     return {"sizes": sizes, "complaints": complaints, "rounds": rounds, "same_addresses": same}
@@ -135,21 +132,21 @@ def complaints(folder: str, tp: int) -> dict[str, str]:
     target = engine(folder, tp)
     fill(target, folder, tp)
 
-    def request(prompt: list[int], seeds: Sequence[int] = (1,), **sampling) -> str:
-        return message(target.generate, [prompt], seeds, Sampling(**sampling))
+    def request(prompt: list[int], **sampling) -> str:
+        return message(target.generate, [prompt], Sampling(**sampling), 0)
 
     def build(tp: int = tp, **engine_args) -> str:
         return message(Engine, folder, tp, "float32", MAX_MODEL_LEN, 0.5, 0, engine_args)
 
     return {
-        "long": request([1] * MAX_MODEL_LEN), "empty": request([]), "seeds": request([1], ()), "negative": request([1], (-1,)),
+        "long": request([1] * MAX_MODEL_LEN), "empty": request([]),
         "cold": request([1], temperature=0.0), "top_p": request([1], top_p=0.0), "max_tokens": request([1], max_tokens=0),
         "unknown": build(max_num_seq=4), "owned": build(dtype="auto"), "fixed": build(load_format="auto"),
         "block_size": build(block_size=16), "tp": build(tp=3),
     }  # fmt: skip
 
 
-def process_state(folder: str, tp: int, prompts: list[list[int]], seeds: Sequence[int]) -> dict:
+def process_state(folder: str, tp: int, prompts: list[list[int]]) -> dict:
     """Build an engine, use it and close it in a process that has a life of its own.
 
     The batch holds fewer tokens than the prompts have together: they must not be prefilled in chunks.
@@ -168,7 +165,7 @@ def process_state(folder: str, tp: int, prompts: list[list[int]], seeds: Sequenc
     from vllm.distributed.parallel_state import get_tp_group  # vLLM is imported by the engine only
 
     shared_memory = get_tp_group().device_communicator.dist_module is not dist
-    generations = target.generate(prompts, seeds, Sampling(max_tokens=4))
+    generations = target.generate(prompts, Sampling(max_tokens=4), 5)
     target.close()
     target.close()  # harmless
     sums = [torch.ones(1), torch.ones(1)]
@@ -180,7 +177,7 @@ def process_state(folder: str, tp: int, prompts: list[list[int]], seeds: Sequenc
         "shared memory": shared_memory,
         "generations": generations,
         "sums": [s.item() for s in sums],
-        "closed": message(target.generate, prompts, seeds, Sampling()),
+        "closed": message(target.generate, prompts, Sampling(), 0),
     }
 
 
