@@ -41,7 +41,8 @@ def world(worlds):
         return used["world"].run(*args, timeout=TIMEOUT)
 
     yield run
-    used["world"].close()  # four engines are 3 GB
+    if used:
+        used["world"].close()  # four engines are 3 GB
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
