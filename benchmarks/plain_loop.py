@@ -16,16 +16,19 @@ import torch
 
 from hybridflow.algorithms.advantages import group_advantages
 from hybridflow.config.load import load
-from hybridflow.data.problems import open_source
-from hybridflow.rewards.scorer import Scorer
+from hybridflow.data.sources import open_source
+from hybridflow.data.text import Text
+from hybridflow.rewards.pool import ScorerPool
+from hybridflow.rewards.scorers import ScorerSpec
 
 
 class PlainLoop:
-    def __init__(self, config, source, scorer):
+    def __init__(self, config, text, source, scorer):
         from transformers import AutoModelForCausalLM
         from vllm import LLM
 
-        self.config, self.source, self.scorer = config, source, scorer
+        self.config, self.text, self.source, self.scorer = config, text, source, scorer
+        self.position = 0
         path, sampling = config.model_path("actor"), config.sampling
         self.llm = LLM(
             model=path,
@@ -59,17 +62,20 @@ class PlainLoop:
 
     def step(self, index: int) -> float:
         prompts = self.config.batch.prompts
-        problems = [self.source.problem(index * prompts + i) for i in range(prompts)]
+        problems, self.position = self.source.take(self.position, prompts)
         sequences = self.timed("rollout", self.generate, problems, index)
-        asked = [problems[i // self.config.batch.samples_per_prompt] for i in range(len(sequences))]
-        rewards = torch.tensor(
-            self.timed("reward", self.scorer.score, asked, [self.source.decode(list(r)) for _, r in sequences])
-        )
+        rewards = torch.tensor(self.timed("reward", self.score, problems, sequences))
         groups = torch.arange(prompts).repeat_interleave(self.config.batch.samples_per_prompt)
         advantages = group_advantages(rewards.float(), groups, self.config.algorithm.normalize_advantages)
         self.timed("update", self.update, sequences, advantages, index)
         self.timed("weights", self.send_weights)
         return rewards.float().mean().item()
+
+    def score(self, problems, sequences):
+        asked = [problem for problem in problems for _ in range(self.config.batch.samples_per_prompt)]
+        responses = [self.text.decode(list(response)) for _, response in sequences]
+        pairs = zip(asked, responses, strict=True)
+        return self.scorer.score([(p.prompt, response, p.answer, p.metadata) for p, response in pairs]).rewards
 
     def generate(self, problems, index):
         from vllm import SamplingParams
@@ -80,7 +86,7 @@ class PlainLoop:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_response_tokens,
-            stop_token_ids=list(self.source.stop_token_ids),
+            stop_token_ids=self.text.stop_token_ids,
             logprobs=0,
             detokenize=False,
             seed=index,
@@ -131,9 +137,11 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     config = load(args.config, args.overrides)
-    source = open_source(config)
-    with Scorer(config, source) as scorer:
-        loop = PlainLoop(config, source, scorer)
+    text = Text(config.model_path("actor"))
+    source = open_source(config.data, text.tokenizer, config.sampling.max_prompt_tokens, config.evaluation.problems)
+    spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
+    with ScorerPool(spec, config.reward.concurrency, config.reward.timeout) as scorer:
+        loop = PlainLoop(config, text, source, scorer)
         rewards, seconds = [], []
         for index in range(args.steps):
             start = time.perf_counter()
