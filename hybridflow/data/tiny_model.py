@@ -16,7 +16,7 @@ from hybridflow.data.tokenizer import ARITHMETIC, character_tokenizer
 def make_tiny_model(
     folder: str | Path,
     seed: int = 0,
-    layers: int = 2,
+    layers: int = 4,
     hidden: int = 128,
     intermediate: int = 256,
     heads: int = 4,
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", required=True, type=Path, help="the folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
     print(make_tiny_model(arguments.to, seed=arguments.seed, layers=arguments.layers))
 

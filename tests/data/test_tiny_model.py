@@ -15,7 +15,7 @@ def digest(folder):
 
 
 def test_folder_loads_and_generates(tmp_path):
-    folder = make_tiny_model(tmp_path / "tiny", layers=4)
+    folder = make_tiny_model(tmp_path / "tiny")
     config = HFConfig.from_folder(folder)
     assert (config.family, config.num_layers, config.hidden_size, config.intermediate_size) == ("qwen2", 4, 128, 256)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.tied) == (4, 2, 32, False)
