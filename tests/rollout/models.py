@@ -22,12 +22,20 @@ _FAMILIES = {
 }
 
 
-def save_model(folder: Path, family: str, seed: int, tied: bool = False, vocabulary: int = VOCABULARY) -> Path:
-    """Write a model whose biases and norms are random too; 4 heads of 32 (64 for Qwen3), 2 KV heads, 2 layers."""
+def save_model(
+    folder: Path,
+    family: str,
+    seed: int,
+    tied: bool = False,
+    vocabulary: int = VOCABULARY,
+    layers: int = 2,
+    kv_heads: int = 2,
+) -> Path:
+    """Write a model whose biases and norms are random too; 4 heads of 32 (64 for Qwen3)."""
     config_class, model_class = _FAMILIES[family]
     sizes = {
-        "vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15,
+        "vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 512, "initializer_range": 0.15,
     }  # fmt: skip
     if family == "qwen3":
         sizes["head_dim"] = 64  # not hidden / heads
