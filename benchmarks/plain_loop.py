@@ -8,6 +8,7 @@ awake and takes the weights through vLLM's own `reload_weights`.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
@@ -18,7 +19,7 @@ from hybridflow.algorithms.advantages import group_advantages
 from hybridflow.config.load import load
 from hybridflow.data.sources import open_source
 from hybridflow.data.text import Text
-from hybridflow.rewards.pool import ScorerPool
+from hybridflow.rewards.pool import open_scorer
 from hybridflow.rewards.scorers import ScorerSpec
 
 
@@ -75,7 +76,7 @@ class PlainLoop:
         asked = [problem for problem in problems for _ in range(self.config.batch.samples_per_prompt)]
         responses = [self.text.decode(list(response)) for _, response in sequences]
         pairs = zip(asked, responses, strict=True)
-        return self.scorer.score([(p.prompt, response, p.answer, p.metadata) for p, response in pairs]).rewards
+        return self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs]).rewards
 
     def generate(self, problems, index):
         from vllm import SamplingParams
@@ -140,7 +141,7 @@ def main() -> None:
     text = Text(config.model_path("actor"))
     source = open_source(config.data, text.tokenizer, config.sampling.max_prompt_tokens, config.evaluation.problems)
     spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
-    with ScorerPool(spec, config.reward.concurrency, config.reward.timeout) as scorer:
+    with contextlib.closing(open_scorer(spec, config.reward.concurrency, config.reward.timeout)) as scorer:
         loop = PlainLoop(config, text, source, scorer)
         rewards, seconds = [], []
         for index in range(args.steps):

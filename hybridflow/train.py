@@ -3,6 +3,7 @@
 `hybridflow train` starts exactly this, after it has checked the config. Rank 0 also runs the driver: the algorithm.
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -40,7 +41,7 @@ def drive(config: Config, transport: object) -> None:
     from hybridflow.data.sources import open_source
     from hybridflow.data.text import Text
     from hybridflow.metrics.recorder import Recorder
-    from hybridflow.rewards.pool import ScorerPool
+    from hybridflow.rewards.pool import open_scorer
     from hybridflow.rewards.scorers import ScorerSpec
     from hybridflow.roles.registry import handles
 
@@ -53,8 +54,8 @@ def drive(config: Config, transport: object) -> None:
         config.warm_start.correct_fraction,
     )
     spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
-    pool = ScorerPool(spec, config.reward.concurrency, config.reward.timeout)
-    with pool as scorer, Recorder(config.run.dir, config) as recorder:
+    opened = open_scorer(spec, config.reward.concurrency, config.reward.timeout)
+    with contextlib.closing(opened) as scorer, Recorder(config.run.dir, config) as recorder:
         run = Run(config, handles(config, transport), text, source, scorer, recorder)
         train(run, ALGORITHMS[config.algorithm.name](run))
 

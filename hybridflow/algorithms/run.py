@@ -14,7 +14,7 @@ from hybridflow.data.problems import Problem, Source
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
-from hybridflow.rewards.pool import ScorerPool
+from hybridflow.rewards.pool import DirectScorer, ScorerPool
 from hybridflow.rollout.engine import Sampling
 from megatron_ext.optimizer import OptimizerSettings
 
@@ -36,7 +36,9 @@ class Run:
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
     """
 
-    def __init__(self, config: Config, roles: Roles, text: Text, source: Source, scorer: ScorerPool, recorder: Recorder):
+    def __init__(
+        self, config: Config, roles: Roles, text: Text, source: Source, scorer: DirectScorer | ScorerPool, recorder: Recorder
+    ):
         self.config, self.text, self.source, self.scorer, self.recorder = config, text, source, scorer, recorder
         self.actor, self.rollout = roles["actor"], roles["rollout"]
         self.reference, self.worker = roles.get("reference"), roles["worker"]
@@ -125,7 +127,7 @@ class Run:
         responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
         asked = [problems[i] for i in samples["prompt_index"].tolist()]
         pairs = zip(asked, responses, strict=True)
-        scores = self.scorer.score([(p.prompt, response, p.answer, p.metadata) for p, response in pairs])
+        scores = self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs])
         self.metrics["reward/failed"], self.metrics["reward/timed_out"] = scores.failed, scores.timed_out
         if scores.first_failure:
             self.recorder.line(f"warning: {scores.failed + scores.timed_out} rewards are 0: {scores.first_failure}")
@@ -213,10 +215,10 @@ class Run:
         settings = OptimizerSettings(**{**vars_of(chosen), "betas": tuple(chosen.betas)})
         self.actor.start_training(settings).result()
 
-    def update(self, batch: Batch, objective: object) -> dict[str, float]:
-        """One optimizer step of the actor."""
+    def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
+        """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""
         with self.recorder.phase("update"):
-            shards = self.actor.update(batch, objective).result()
+            shards = self.actor.update(batch, objective, temperature or self.config.sampling.temperature).result()
         sums = merge_sums(shards)
         first = "mismatch/kl" not in self.metrics  # later updates no longer see the policy that sampled
         if "mismatch_abs" in sums and first:

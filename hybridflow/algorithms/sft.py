@@ -15,7 +15,7 @@ def warm_start(run: Run) -> None:
         run.start_training(settings.optimizer)
     for step in range(settings.steps):
         batch = demonstrations(run, run.next_problems(settings.batch_size))
-        run.recorder.warm_start(step + 1, run.update(batch, LikelihoodObjective()))
+        run.recorder.warm_start(step + 1, run.update(batch, LikelihoodObjective(), temperature=1.0))
 
 
 def demonstrations(run: Run, problems: list[Problem]) -> Batch:
