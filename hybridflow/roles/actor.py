@@ -44,8 +44,10 @@ class Actor(MegatronRole):
 
     @remote(THREE_D)
     def update(self, batch: Batch, loss: Loss, temperature: float) -> dict[str, Any]:
-        """One optimizer step over `batch`; the loss sees log_softmax(logits / temperature). Returns this data-parallel rank's metric sums (names ending in `_max`: maxima),
-        and grad_norm, lr, skipped."""
+        """One optimizer step over `batch`; the loss sees log_softmax(logits / temperature).
+
+        Returns this data-parallel rank's metric sums (names ending in `_max`: maxima), and grad_norm, lr, skipped.
+        """
         micro_batches, _ = self.micro_batches(batch, self.role.micro_batch_tokens)
         self.optimizer.zero_grad()
         sums = step.forward_backward(self.wrapped, micro_batches, loss, temperature)

@@ -1,0 +1,173 @@
+"""The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host, and a killed rank."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridflow.data.tiny_model import make_tiny_model
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT = 500
+# The quickstart in small.
+QUICK = ["warm_start.steps=20", "run.steps=3", "evaluation.problems=16", "batch.prompts=16", "run.seed=3"]
+# What the quickstart leaves out: DP, a reference, several epochs, sequences that don't divide over ranks.
+OTHER = [
+    *("cluster.ranks_per_node=4", "roles.actor.tp=1", "roles.actor.pp=2", "roles.actor.sequence_parallel=false"),
+    *("roles.rollout.tp=1", "roles.reference={tp: 2, pp: 1}", "algorithm.kl_coefficient=0.1", "algorithm.epochs=2"),
+    *("algorithm.loss_level=sequence", "algorithm.normalize_advantages=false", "batch.prompts=5"),
+    *("batch.samples_per_prompt=3", "batch.mini_batches=2", "warm_start.steps=2", "run.steps=2", "evaluation.problems=3"),
+    *("resharding.bucket_mb=1", "resharding.verify_every=1", "sampling.temperature=1.0"),
+]
+
+
+def start(model: Path, run: Path, overrides: list[str]) -> subprocess.Popen:
+    arguments = ["train", "--config", "configs/quickstart.yaml", f"model.path={model}", f"run.dir={run}", *overrides]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hybridflow.cli", *arguments],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def jobs(model, tmp_path_factory) -> dict[str, tuple[Path, str]]:
+    """Both jobs' run folders and output; they run at the same time."""
+    root = tmp_path_factory.mktemp("runs")
+    started = {name: start(model, root / name, options) for name, options in (("quick", QUICK), ("other", OTHER))}
+    found = {}
+    for name, process in started.items():
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT)
+        finally:
+            process.terminate()
+        assert process.returncode == 0, output[-6000:]
+        found[name] = root / name, output
+    return found
+
+
+@pytest.mark.timeout(TIMEOUT + 60)
+def test_metrics_of_every_step(jobs):
+    run, _ = jobs["quick"]
+    steps = rows(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert [step["reshard/verified"] for step in steps] == [True, None, None]
+    expected = {
+        *("reward/mean", "rollout/response_tokens_mean", "rollout/truncated_fraction", "reshard/bytes_received"),
+        *("time/step", "time/wake", "time/reshard", "time/rollout", "time/sleep", "time/reward", "time/update"),
+        *("perf/step_tokens_per_second_per_gpu", "perf/rollout_tokens_per_second_per_gpu", "perf/mfu"),
+        *("perf/update_tokens_per_second_per_gpu", "mismatch/log_prob_abs_mean", "mismatch/log_prob_abs_max", "mismatch/kl"),
+        *("memory/peak_bytes/update", "memory/peak_bytes/rollout", "memory/peak_bytes/sleep"),
+        *("actor/loss", "actor/lr", "actor/grad_norm", "actor/entropy", "actor/clip_fraction", "actor/kl_old"),
+    }
+    for step in steps:
+        assert expected <= step.keys()
+        assert 0 < step["mismatch/log_prob_abs_max"] <= 1e-3
+        assert 0 <= step["mismatch/log_prob_abs_mean"] <= step["mismatch/log_prob_abs_max"]
+        assert math.isfinite(step["actor/grad_norm"])
+        phases = sum(step[f"time/{name}"] for name in ("wake", "reshard", "rollout", "sleep", "reward", "update"))
+        assert phases <= step["time/step"]
+
+
+def test_the_warm_start_learns_and_evaluations_are_recorded(jobs):
+    run, output = jobs["quick"]
+    losses = [row["loss"] for row in rows(run / "warm_start.jsonl")]
+    assert len(losses) == 20
+    assert losses[-1] < 0.6 * losses[0]
+    assert [(row["step"], row["problems"]) for row in rows(run / "evaluation.jsonl")] == [(0, 16), (3, 16)]
+    assert "greedy, 16 held-out problems" in output
+    for path in ("config.yaml", "plots/reward.png", "summary.json"):
+        assert (run / path).stat().st_size > 0
+    assert list((run / "tensorboard").iterdir())
+
+
+def test_evaluation_problems_never_occur_in_training(jobs):
+    for run, _ in jobs.values():
+        samples = rows(run / "samples.jsonl")
+        held_out = {tuple(row["prompt_tokens"]) for row in samples if row["kind"] == "evaluation"}
+        trained = {tuple(row["prompt_tokens"]) for row in samples if row["kind"] == "train"}
+        assert held_out
+        assert trained
+        assert not held_out & trained
+
+
+@pytest.mark.parametrize("name", ["quick", "other"])
+def test_the_exported_model_gives_vllms_greedy_tokens(jobs, name):
+    run, _ = jobs[name]
+    exported = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "hf")
+    last = max(row["step"] for row in rows(run / "evaluation.jsonl"))
+    answers = [row for row in rows(run / "samples.jsonl") if row["kind"] == "evaluation" and row["step"] == last]
+    assert len(answers) in (3, 16)
+    for row in answers:
+        tokens = torch.tensor([row["prompt_tokens"]])
+        generated = exported.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        assert generated[0, tokens.shape[1] :].tolist() == row["tokens"]
+
+
+def test_a_job_with_data_parallel_ranks_a_reference_and_several_epochs(jobs):
+    run, _ = jobs["other"]
+    steps = rows(run / "metrics.jsonl")
+    assert [step["reshard/verified"] for step in steps] == [True, True]
+    for step in steps:
+        assert step["mismatch/log_prob_abs_max"] <= 1e-3
+        assert step["time/reference"] > 0
+        assert step["time/log_probs"] > 0
+    # the reference is a copy of the policy before the first step: their first difference comes with the second update
+    assert steps[0]["actor/kl_reference"] < 0.05
+    assert len([row for row in rows(run / "samples.jsonl") if row["kind"] == "train"]) == 2 * 15
+
+
+def test_a_run_that_is_there_is_not_overwritten(jobs, model):
+    run, _ = jobs["quick"]
+    before = (run / "metrics.jsonl").read_text()
+    again = start(model, run, QUICK)
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 2
+    assert "run.overwrite" in output
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_ends_the_job(model, tmp_path):
+    process = start(model, tmp_path / "run", [*QUICK, "run.steps=1000", "warm_start.steps=1"])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    try:
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            assert process.poll() is None
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in family if "RANK" in child.environ()]
+        victim = next(child for child in ranks if child.environ()["RANK"] == "2")
+        victim.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert time.monotonic() - killed < 60
+        assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert metrics.stat().st_size
+    finally:
+        process.kill()
