@@ -28,14 +28,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--plain", type=int, default=0, metavar="STEPS")
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--runs", type=Path, help="where the runs' folders go and stay (default: a temporary folder)")
     arguments, overrides = parser.parse_known_args()
     results: dict = {"seeds": {}}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.runs or Path(temporary)
         for seed in arguments.seeds:
-            results["seeds"][seed] = train(arguments.config, seed, Path(folder) / str(seed), overrides)
+            results["seeds"][seed] = train(arguments.config, seed, folder / f"seed{seed}", overrides)
             write(arguments, overrides, results)
         if arguments.plain:
-            results["plain_loop"] = plain(arguments, Path(folder) / "plain.json", overrides)
+            results["plain_loop"] = plain(arguments, folder / "plain.json", overrides)
             write(arguments, overrides, results)
     draw(results, arguments.out.with_suffix(".png"))
     table(results)

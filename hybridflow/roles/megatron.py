@@ -51,8 +51,7 @@ class MegatronRole(Role):
         count = torch.tensor(len(partition(lengths, budget, multiple)), device=device.current())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.state.dp_group)
         parts = [part for part in partition(lengths, budget, multiple, count=int(count)) if part]
-        longest = max(sum(lengths[i] for i in part) for part in parts)
-        length = (longest + multiple - 1) // multiple * multiple
+        length = _padded(max(sum(lengths[i] for i in part) for part in parts), multiple, budget)
         columns = {name: batch.rows(name) for name in batch.names if batch[name].is_nested}
         packed = [step.pack([{name: rows[i] for name, rows in columns.items()} for i in part], length) for part in parts]
         return step.fill_up(packed, self.layout, count=int(count)), [i for part in parts for i in part]
@@ -67,3 +66,13 @@ class MegatronRole(Role):
         for index, output in zip(order, outputs, strict=True):
             rows[index] = output
         return Batch({name: [row[name].cpu() for row in rows] for name in ("log_probs", "entropy")})
+
+
+def _padded(tokens: int, multiple: int, budget: int) -> int:
+    """The length of a micro-batch that holds `tokens`, of few different ones: at most 1/16 of it is padding.
+
+    Every new length has the memory allocator cut its blocks anew, so that memory would creep up from step to step.
+    """
+    step = max(1 << max(tokens.bit_length() - 5, 0), multiple)
+    step = -(-step // multiple) * multiple
+    return min(-(-tokens // step) * step, budget // multiple * multiple)
