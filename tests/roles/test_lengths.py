@@ -17,7 +17,7 @@ def test_lengths_are_few_and_hardly_longer(multiple):
 
 
 def test_examples():
-    assert _padded(39_000, 1, 40_960) == 39_936
+    assert _padded(39_000, 1, 40_960) == 40_960
     assert _padded(38_900, 1, 40_960) == 38_912
     assert _padded(40_900, 1, 40_960) == 40_960
     assert _padded(40_900, 1, 40_950) == 40_950
