@@ -29,7 +29,7 @@ def init_world(timeout_minutes: float = 10) -> None:
     device.install()
     kwargs = {}
     if device.backend() == "nccl":
-        torch.cuda.set_device(device.current())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         kwargs["device_id"] = device.current()
     with waiting(f"the other ranks of the world of {os.environ['WORLD_SIZE']} to join"):
         dist.init_process_group(device.backend(), timeout=datetime.timedelta(minutes=timeout_minutes), **kwargs)
