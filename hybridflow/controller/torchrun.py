@@ -29,6 +29,7 @@ def init_world(timeout_minutes: float = 10) -> None:
     device.install()
     kwargs = {}
     if device.backend() == "nccl":
+        # srun may show each rank its own GPU only, which is number 0 then
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         kwargs["device_id"] = device.current()
     with waiting(f"the other ranks of the world of {os.environ['WORLD_SIZE']} to join"):

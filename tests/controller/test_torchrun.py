@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.batch import Batch
+from hybridflow.controller import torchrun
 from hybridflow.controller.handle import RoleHandle
 from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, remote
 from hybridflow.controller.role import Role
@@ -83,3 +84,19 @@ def test_a_long_wait_says_what_it_waits_for(capfd):
     with waiting("nobody", interval=5):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_on_gpus_takes_its_own(monkeypatch):
+    """Seen on two GPUs: both ranks joined on device 0, and NCCL refused them."""
+    joined = {}
+    current = [0]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torchrun.device, "install", lambda: None)
+    monkeypatch.setattr(torchrun.device, "backend", lambda: "nccl")
+    monkeypatch.setattr(torchrun.device, "current", lambda: torch.device("cuda", current[0]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: joined.update(kwargs, backend=backend))
+    torchrun.init_world()
+    assert (joined["backend"], joined["device_id"]) == ("nccl", torch.device("cuda", 1))
