@@ -44,6 +44,7 @@ class Run:
         self.reference, self.worker = roles.get("reference"), roles["worker"]
         self.throughput = Throughput(config)
         self.step_index = self.position = 0
+        self._told_of_dropped = False
         self.metrics: dict[str, float | int | bool | None] = {}
         self._updates: list[dict[str, float]] = []
 
@@ -52,6 +53,11 @@ class Run:
     def next_problems(self, count: int) -> list[Problem]:
         """The next `count` problems in the source's order, across all phases of the run."""
         problems, self.position = self.source.take(self.position, count)
+        dropped = self.metrics["data/prompts_dropped"] = self.source.dropped
+        if dropped and not self._told_of_dropped:
+            self._told_of_dropped = True
+            limit = self.config.sampling.max_prompt_tokens
+            self.recorder.line(f"prompts of more than sampling.max_prompt_tokens={limit} tokens are dropped and counted")
         return problems
 
     def mini_batches(self, samples: Batch) -> list[Batch]:

@@ -48,18 +48,11 @@ def preserved_process_state() -> Iterator[None]:
     functions = [(torch, "set_num_threads"), (torch, "Event"), (torch.cuda, "Event"), (torch.cuda, "Stream")]
     originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    python, numpy_state, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
-        with warnings.catch_warnings():
+        with _preserved_generators(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about torch, from vLLM looking through torch's modules
             yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
         for owner, name, original in originals:
             setattr(owner, name, original)
         if torch.get_num_threads() != threads:
@@ -71,13 +64,10 @@ def preserved_process_state() -> Iterator[None]:
 
 
 @contextmanager
-def seeded_generators(seed: int) -> Iterator[None]:
-    """Within, all random number generators that vLLM may draw from start at `seed`; afterwards they are the trainer's."""
+def _preserved_generators() -> Iterator[None]:
+    """Afterwards all random number generators are as they were."""
     python, numpy_state, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
     try:
         yield
     finally:
@@ -86,6 +76,16 @@ def seeded_generators(seed: int) -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Within, all random number generators that vLLM may draw from start at `seed`; afterwards they are the trainer's."""
+    with _preserved_generators():
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        yield
 
 
 @contextmanager
