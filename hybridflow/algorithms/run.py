@@ -231,7 +231,9 @@ class Run:
             self._log_mismatch(sums, batch)
         self.throughput.update(batch)
         numbers = means({name: value for name, value in sums.items() if not name.startswith("mismatch")})
-        numbers |= {name: shards[0][name] for name in ("grad_norm", "lr")}
+        numbers |= {name: shards[0][name] for name in ("grad_norm", "lr", "skipped")}
+        if numbers["skipped"]:
+            self.recorder.line(f"warning: update skipped, its gradient's norm is {numbers['grad_norm']}: nothing was changed")
         self._updates.append(numbers)
         return numbers
 
