@@ -13,7 +13,6 @@ Lives in the driver only.
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -161,6 +160,5 @@ class Recorder:
 
 
 def _plain(value: Any) -> Any:
-    """Scalars of numpy and torch as Python's own; a number that isn't finite as None, which JSON can say."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Scalars of numpy and torch as Python's own."""
+    return value.item() if hasattr(value, "item") else value
