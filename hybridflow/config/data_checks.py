@@ -3,6 +3,7 @@
 Takes seconds of imports: last of all checks.
 """
 
+import re
 from string import Formatter
 
 from hybridflow.config.schema import Config, ConfigError
@@ -45,6 +46,9 @@ def check_data(config: Config) -> None:
             source.demonstration(problems[0])
     except DataError as error:
         raise ConfigError(_one_line(error)) from error
+    answer = problems[0].answer
+    if reward.kind == "last_integer" and not re.fullmatch(r"\s*[+-]?\d+\s*", answer):
+        raise ConfigError(f"reward.kind=last_integer needs integer answers, not {answer!r}: use task or function")
     for key in ("prompt_template", "response_template"):
         template = getattr(data, key)
         if not any(field for _, field, _, _ in Formatter().parse(template)):

@@ -301,13 +301,14 @@ class TestData:
             f"reward.function={file}:score would not be used: set reward.kind=function"
         )
 
-    def test_wrong_answers_need_integers(self, tmp_path, model):
+    def test_the_last_integer_needs_integer_answers(self, tmp_path, model):
         file = tmp_path / "x.jsonl"
         file.write_text("".join(json.dumps({"prompt": f"p{n}", "answer": "word"}) + "\n" for n in range(9)))
-        overrides = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer", "evaluation.problems=0"]
-        text = refused(tmp_path, model, *overrides, "warm_start={steps: 1, correct_fraction: 0.0}")
-        assert text == "warm_start.correct_fraction below 1 needs integer answers, not 'word': set it to 1.0"
-        check(tmp_path, model, *overrides)
+        overrides = [f"data={{source: file, path: '{file}'}}", "evaluation.problems=0"]
+        text = refused(tmp_path, model, *overrides, "reward.kind=last_integer")
+        assert text == "reward.kind=last_integer needs integer answers, not 'word': use task or function"
+        (tmp_path / "f.py").write_text("def score(prompt, response, answer, metadata):\n    return 0.0\n")
+        check(tmp_path, model, *overrides, f"reward={{kind: function, function: '{tmp_path}/f.py:score'}}")
 
     def test_a_broken_tokenizer(self, tmp_path):
         folder = write_model(tmp_path / "m")
