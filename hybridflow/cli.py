@@ -5,6 +5,7 @@ Exit status: 0; 1 for a fault while running; 2 for a wrong configuration or inpu
 
 import argparse
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -85,7 +86,9 @@ def _train_rank(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from hybridflow.config.load import load
     from hybridflow.config.preflight import check_devices
     from hybridflow.config.schema import ConfigError
+    from hybridflow.processes import end_with_parent
 
+    end_with_parent(signal.SIGKILL)  # torchrun killed outright could not end its ranks
     try:
         if arguments.dry_run:
             raise ConfigError("--dry-run starts nothing: run it without torchrun")

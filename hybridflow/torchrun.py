@@ -1,11 +1,11 @@
 """Starts a job's ranks on this node with torchrun, and leaves no process behind however the job ends."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,38 +14,52 @@ from pathlib import Path
 import psutil
 
 from hybridflow.config.schema import Config, ConfigError
+from hybridflow.controller import faults
+from hybridflow.processes import adopt_orphans
 
 STOP_SECONDS = 20  # from the first signal until what is left is killed
-_PR_SET_CHILD_SUBREAPER = 36
+
+# How Megatron's warnings begin that every rank would repeat, and that nobody who runs a job can or need do something about.
+_USELESS_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+)
 
 
 def launch(config: Config, device: str, config_path: str, overrides: list[str]) -> int:
     """Run `hybridflow.train` under torchrun and wait; returns the exit status, 0 or 1.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on; a second one, or STOP_SECONDS, kills. Descendants whose parent died are adopted
-    and killed as well.
+    and killed as well. The last line of a job that failed says which rank failed, in what and why.
     """
     if config.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}: start torchrun --nnodes {config.cluster.nodes}"
             f" --nproc-per-node {config.cluster.ranks_per_node} -m hybridflow.train --config {config_path} on every node"
         )
-    _adopt_orphans()
+    adopt_orphans()
     before = set(psutil.Process().children(recursive=True))
-    with _stopped_by_signals() as stop:
+    with _stopped_by_signals() as stop, tempfile.TemporaryDirectory(prefix="hybridflow-") as notes:
         child = subprocess.Popen(
-            command(config, config_path, overrides), env=environment(config, device, os.environ), start_new_session=True
+            command(config, config_path, overrides),
+            env={**environment(config, device, os.environ), faults.FOLDER: notes},
+            start_new_session=True,
         )
         try:
-            return _wait(child, stop)
+            status = _wait(child, stop)
         finally:
             _kill_descendants(before)
+        if status:
+            print(f"hybridflow: {_why(child, stop, Path(notes))}", file=sys.stderr, flush=True)
+    return status
 
 
 def command(config: Config, config_path: str, overrides: list[str]) -> list[str]:
     """torchrun's command line: a rendezvous of this job's own on the loopback interface, so that jobs don't meet."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "hybridflow.agent"),
         *("--nnodes", "1", "--nproc-per-node", str(config.cluster.ranks_per_node)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{config.run.port}", "--rdzv-id", uuid.uuid4().hex),
         *("--local-addr", "127.0.0.1", "-m", "hybridflow.train", "--config", config_path, *overrides),
@@ -61,7 +75,7 @@ def environment(config: Config, device: str, outer: dict[str, str] | os._Environ
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "PYTHONWARNINGS": ",".join(f"ignore:{message}" for message in _USELESS_WARNINGS),
     }
     if Path(config.model.path).is_dir():
         wanted["HF_HUB_OFFLINE"] = "1"
@@ -108,9 +122,13 @@ def _wait(child: subprocess.Popen, stop: _Stop) -> int:
     return 0 if child.returncode == 0 and not stop.signal else 1
 
 
-def _adopt_orphans() -> None:
-    """Grandchildren whose parent dies become children of this process, where they can be found (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def _why(child: subprocess.Popen, stop: _Stop, notes: Path) -> str:
+    if stop.signal:
+        return f"stopped by {signal.Signals(stop.signal).name}; all ranks have ended"
+    cause = faults.cause(notes)
+    if cause is None and child.returncode < 0:
+        cause = f"torchrun's process was ended by {signal.Signals(-child.returncode).name}"
+    return f"error: {cause or 'torchrun failed: see its message above'}"
 
 
 def _kill_descendants(spared: set[psutil.Process]) -> None:

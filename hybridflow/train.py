@@ -4,37 +4,42 @@
 """
 
 import contextlib
-import os
 import sys
-import traceback
+from typing import TYPE_CHECKING
 
 from hybridflow import cli
 from hybridflow.config.load import load
 from hybridflow.config.schema import Config
 
+if TYPE_CHECKING:
+    from hybridflow.controller.torchrun import TorchrunTransport
+
 
 def run_rank(config: Config) -> None:
     """This rank's part, from joining the world to leaving it. A fault on any rank ends all of them (status 1)."""
-    from hybridflow.controller.torchrun import TorchrunTransport, init_world, leave_world
+    from hybridflow.controller.torchrun import TorchrunTransport, faults_end_rank, init_world, leave_world
     from hybridflow.controller.waiting import waiting
     from hybridflow.controller.worker import Worker
     from hybridflow.roles.registry import build_roles
 
-    init_world()
-    transport = TorchrunTransport()
-    with waiting("the roles to be built (engine start, model load)"):
+    with faults_end_rank(lambda: "joining the world"):
+        init_world()
+        transport = TorchrunTransport()
+    with faults_end_rank(lambda: "building the roles (engine start, model load)"), waiting("the roles to be built"):
         worker = Worker(transport.rank, build_roles(config))
     transport.attach(worker)
     if transport.rank == 0:
-        drive(config, transport)
-        transport.close()
+        with faults_end_rank(lambda: f"the driver ({transport.phase() or 'start'})"):
+            drive(config, transport)
+            transport.close()
     else:
         transport.serve()
-    worker.close()
-    leave_world()
+    with faults_end_rank(lambda: "leaving the world"):
+        worker.close()
+        leave_world()
 
 
-def drive(config: Config, transport: object) -> None:
+def drive(config: Config, transport: "TorchrunTransport") -> None:
     """The one program that describes the run: data and rewards, the algorithm over the roles, the trained model."""
     from hybridflow.algorithms.loop import ALGORITHMS, train
     from hybridflow.algorithms.run import Run
@@ -57,18 +62,16 @@ def drive(config: Config, transport: object) -> None:
     opened = open_scorer(spec, config.reward.concurrency, config.reward.timeout)
     with contextlib.closing(opened) as scorer, Recorder(config.run.dir, config) as recorder:
         run = Run(config, handles(config, transport), text, source, scorer, recorder)
+        transport.phase = run.where
         train(run, ALGORITHMS[config.algorithm.name](run))
 
 
 def main(config_path: str, overrides: list[str]) -> int:
     """The job on a rank that torchrun or srun started."""
-    config = load(config_path, overrides)
-    try:
-        run_rank(config)
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # peers may hang in a collective with this rank, and so would an orderly shutdown
+    from hybridflow.controller.torchrun import quiet
+
+    quiet()
+    run_rank(load(config_path, overrides))
     return 0
 
 

@@ -48,6 +48,11 @@ class Run:
         self.metrics: dict[str, float | int | bool | None] = {}
         self._updates: list[dict[str, float]] = []
 
+    def where(self) -> str:
+        """What the run is at, for messages."""
+        step = f"step {self.step_index}" if self.step_index else "before the first step"
+        return f"{step}, {self.recorder.latest_phase or 'start'}"
+
     # --- data
 
     def next_problems(self, count: int) -> list[Problem]:

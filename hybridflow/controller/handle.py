@@ -12,7 +12,9 @@ from megatron_ext.layout import Layout
 
 
 class Transport(Protocol):
-    """What a launcher offers the driver."""
+    """What a launcher offers the driver. `phase()` says what the driver is at, for messages."""
+
+    phase: Callable[[], str]
 
     def submit(self, calls: dict[int, Call]) -> "Callable[[], dict[int, Any]]":
         """Start one call per rank; the returned function waits for the results of those that reply."""
@@ -54,7 +56,7 @@ class RoleHandle:
             @functools.cache  # ranks with the same share get the same object, which is serialised once
             def share(dp: int, reply: bool) -> Call:
                 shared_args = args if parts is None else (parts.shards[dp], *args[1:])
-                return Call(self.name, method, shared_args, kwargs, reply)
+                return Call(self.name, method, shared_args, kwargs, reply, self._transport.phase())
 
             calls = {
                 rank: share(self.layout.coordinates(rank).dp if parts else 0, rank in collecting)

@@ -4,20 +4,23 @@ Calls travel pickled over a gloo group of their own: inside the job only, betwee
 """
 
 import collections
+import contextlib
 import datetime
+import logging
 import os
 import pickle
 import queue
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from hybridflow.controller import faults
 from hybridflow.controller.waiting import waiting
-from hybridflow.controller.worker import Call, Worker, report_fault
+from hybridflow.controller.worker import Call, Worker
 from megatron_ext import device
 
 # Ranks wait for calls as long as the driver computes alone (rewards, a debugger); dead peers are noticed at once.
@@ -42,7 +45,9 @@ class TorchrunTransport:
     def __init__(self):
         self._group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
         self.rank = dist.get_rank()
+        self.phase: Callable[[], str] = lambda: ""
         self._worker: Worker | None = None
+        self._where = "the wait for calls"
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._poster = threading.Thread(target=self._post, daemon=True)
         self._poster.start()
@@ -78,8 +83,8 @@ class TorchrunTransport:
             result = self._execute(calls[0])
             if 0 in slots:
                 slots[0].fill(result)
-        what = next(iter(calls.values()))
-        return lambda: {rank: self._await(rank, slot, f"{what.role}.{what.method}") for rank, slot in slots.items()}
+        where = next(iter(calls.values())).where
+        return lambda: {rank: self._await(rank, slot, where) for rank, slot in slots.items()}
 
     def close(self) -> None:
         """Let the other ranks leave `serve` (driver), and wait until everything is sent."""
@@ -91,17 +96,16 @@ class TorchrunTransport:
             self._poster.join()
 
     def _execute(self, call: Call) -> Any:
+        self._where = call.where
         try:
             return self._worker.execute(call)
-        except Exception:
-            report_fault(self.rank, call)
-            sys.stdout.flush()
-            # not sys.exit: peers may hang in a collective with this rank, and so would an orderly shutdown
-            os._exit(1)
+        except Exception as error:
+            end_rank(self.rank, call.where, error)
 
     def _await(self, rank: int, slot: "_Slot", what: str) -> Any:
         """Replies of a rank arrive in the order of its calls."""
         while not slot.filled:
+            self._where = what
             with waiting(f"{what} on rank {rank}"):
                 self._expected[rank].popleft().fill(self._receive(rank))
         return slot.value
@@ -123,8 +127,7 @@ class TorchrunTransport:
 
     def _lost(self, rank: int, error: RuntimeError) -> None:
         """A connection broke (gloo raises nothing else): the peer's own message says why, this process just ends."""
-        print(f"rank {self.rank}: lost the connection to rank {rank}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        end_rank(self.rank, f"{self._where}, talking to rank {rank}", error)
 
     def _receive(self, rank: int) -> Any:
         size = torch.zeros(1, dtype=torch.int64)
@@ -135,6 +138,28 @@ class TorchrunTransport:
         except RuntimeError as error:
             self._lost(rank, error)
         return pickle.loads(data.numpy().tobytes())
+
+
+def quiet() -> None:
+    """Silence what every rank would say at every start and nobody can change: torch looking for Triton, and itself."""
+    for name in ("torch._library.triton", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def faults_end_rank(where: Callable[[], str]) -> Iterator[None]:
+    """An exception within ends this rank, and with it the job; `where()` says what it was at."""
+    try:
+        yield
+    except Exception as error:
+        end_rank(int(os.environ["RANK"]), where(), error)
+
+
+def end_rank(rank: int, where: str, error: Exception) -> NoReturn:
+    """Report the fault and leave at once: peers may hang in a collective with this rank, and so would an orderly shutdown."""
+    faults.report(rank, where, error)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 class _Slot:

@@ -1,9 +1,6 @@
 """A rank's side of the controller: it holds the roles that live on the rank and runs the calls that reach it."""
 
 import gc
-import socket
-import sys
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +18,11 @@ class Call:
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     reply: bool = True
+    phase: str = ""  # what the driver is at, for messages: "step 3, rollout"
+
+    @property
+    def where(self) -> str:
+        return f"{self.role}.{self.method}{self.phase and f' ({self.phase})'}"
 
 
 class Worker:
@@ -56,12 +58,3 @@ class Worker:
     def close(self) -> None:
         for role in self.roles.values():
             role.close()
-
-
-def report_fault(rank: int, call: Call) -> None:
-    """Print the current exception with everything that tells where it happened."""
-    print(
-        f"rank {rank} on {socket.gethostname()} failed in {call.role}.{call.method}:\n{traceback.format_exc()}",
-        file=sys.stderr,
-        flush=True,
-    )

@@ -45,6 +45,7 @@ class Recorder:
         self._files: dict[str, TextIO] = {}
         self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
         self._console = Console(config.run.steps, stream)
+        self.latest_phase = ""
         self._phases: dict[str, float] = {}
         self._step_started: float | None = None
         self._memory_at_third: dict[str, float] = {}
@@ -60,6 +61,7 @@ class Recorder:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `time/NAME` of the step that is logged next; times of one name add up."""
         start = time.monotonic()
+        self.latest_phase = name
         if self._step_started is None:
             self._step_started = start
         try:

@@ -1,0 +1,86 @@
+"""What ended a job, in one line: ranks note their faults, and `hybridflow train` shows the one that all others follow from.
+
+A rank that fails prints its traceback at once. Its peers fail after it, with broken connections, and torchrun ends the rest:
+so each also leaves its line in a folder (`FOLDER` in the environment), from which `cause` takes the first real one. No torch.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER = "HYBRIDFLOW_FAULTS"  # in the ranks' environment; not set where the user started torchrun
+_EXITS = "exits.json"
+# How the loss of a peer looks from here: gloo raises RuntimeError and nothing else, NCCL and the store errors of their own.
+_LOST = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe")
+_LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`lost`: a connection to another rank broke, so that the fault is most likely that rank's. `seconds`: since the epoch."""
+
+    rank: int
+    line: str
+    lost: bool
+    seconds: float
+
+
+def report(rank: int, where: str, error: BaseException) -> None:
+    """Say what failed on this rank: the traceback, or one line where only a peer was lost; and note it for `cause`."""
+    lost = type(error).__name__ in _LOST_TYPES or bool(_LOST.search(str(error)))
+    what = " ".join(str(error).split())
+    line = f"rank {rank} on {socket.gethostname()} failed in {where}: {type(error).__name__}{what and f': {what}'}"
+    _note(Fault(rank, line, lost, time.time()))
+    shown = (
+        line
+        if lost
+        else f"rank {rank} on {socket.gethostname()} failed in {where}:\n" + "".join(traceback.format_exception(error))
+    )
+    print(shown.rstrip(), file=sys.stderr, flush=True)
+
+
+def _note(fault: Fault) -> None:
+    folder = os.environ.get(FOLDER)
+    if folder:
+        try:
+            (Path(folder) / f"rank-{fault.rank}.json").write_text(json.dumps(asdict(fault)))
+        except OSError as error:  # a full disk may be the very fault: the line is printed in any case
+            print(f"rank {fault.rank}: could not note the fault in {folder}: {error}", file=sys.stderr)
+
+
+def note_exits(statuses: dict[int, int]) -> None:
+    """By torchrun's process: the ranks that failed by themselves, with their exit status (negative: a signal's number)."""
+    folder = os.environ.get(FOLDER)
+    if folder:
+        (Path(folder) / _EXITS).write_text(json.dumps(statuses))
+
+
+def cause(folder: Path) -> str | None:
+    """The line that says why the job ended, or None where nothing is known."""
+    faults = sorted((Fault(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")), key=lambda f: f.seconds)
+    own = [fault for fault in faults if not fault.lost]
+    if own:
+        return own[0].line
+    exits = json.loads((folder / _EXITS).read_text()) if (folder / _EXITS).exists() else {}
+    # torchrun ends the others with SIGTERM
+    killed = [(rank, -status) for rank, status in exits.items() if status < 0 and -status != signal.SIGTERM]
+    if killed:
+        rank, number = killed[0]
+        hint = ": the machine may have run out of memory" if number == signal.SIGKILL else ""
+        seen = f"; {faults[0].line}" if faults else ""
+        return f"rank {rank} on {socket.gethostname()} was ended by {_name(number)}{hint}{seen}"
+    if faults:
+        return faults[0].line
+    silent = [f"rank {rank} on {socket.gethostname()} ended with status {status}" for rank, status in exits.items()]
+    return silent[0] if silent else None
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
