@@ -74,8 +74,10 @@ class HFConfig:
             raise UnsupportedModel(f"model folder {folder} {what}: give a folder in HF format")
         try:
             fields = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also what is not UTF-8
             raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise UnsupportedModel(f"{path} holds a {type(fields).__name__}: give the config.json of a model")
         return cls.from_dict(fields, str(path))
 
     @classmethod

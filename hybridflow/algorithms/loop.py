@@ -33,4 +33,5 @@ def train(run: Run, algorithm: Algorithm) -> None:
         run.finish_step()
         if step == config.run.steps or (config.evaluation.every and step % config.evaluation.every == 0):
             run.evaluate()
-    run.actor.export(str(Path(config.run.dir) / "hf")).result()
+    with run.recorder.phase("save"):
+        run.actor.export(str(Path(config.run.dir) / "hf")).result()

@@ -63,7 +63,7 @@ def _shards(folder: Path) -> list[str]:
         return ["model.safetensors"]
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
@@ -82,10 +82,11 @@ def _header(path: Path) -> dict[str, list[int]]:
             raise ConfigError(f"{path} is not a complete safetensors file ({size} bytes): copy it again")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+            header.pop("__metadata__", None)
+            shapes = {name: tensor["shape"] for name, tensor in header.items()}
+            end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+            raise ConfigError(f"{path} is not a safetensors file: {error!r}: copy it again") from error
     if end != size:
         raise ConfigError(f"{path} is not a complete safetensors file ({size} bytes, not {end}): copy it again")
-    return {name: tensor["shape"] for name, tensor in header.items()}
+    return shapes

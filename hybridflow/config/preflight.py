@@ -4,14 +4,18 @@
 cheapest to the dearest.
 """
 
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hybridflow.config.data_checks import check_data
+from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
 from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schema import Config, ConfigError, OptimizerConfig
+from hybridflow.rollout.engine_args import check_not_owned
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
 
 # vLLM's attention on CPU is built for these sizes of a head.
@@ -58,6 +62,12 @@ _OWNED_BY_US = {
         "recompute_granularity": "recompute",
         "bf16": "dtype",
         "params_dtype": "dtype",
+        "num_layers": "model.path",
+        "hidden_size": "model.path",
+        "ffn_hidden_size": "model.path",
+        "num_attention_heads": "model.path",
+        "num_query_groups": "model.path",
+        "kv_channels": "model.path",
     },
     "engine_args": {
         "tensor_parallel_size": "tp",
@@ -139,6 +149,7 @@ def _check_not_yet(config: Config) -> None:
 
 def _check_numbers(config: Config) -> None:
     values = asdict(config)
+    _check_finite(values)
     limits = dict(_AT_LEAST)
     for name in config.megatron_roles():
         limits |= {f"roles.{name}.{key}": 1 for key in _ROLE_AT_LEAST_ONE}
@@ -167,6 +178,17 @@ def _check_numbers(config: Config) -> None:
         raise ConfigError(f"run.port={config.run.port} is not a port: use 0 (a free one) to 65535")
     _check_optimizer("roles.actor.optimizer", config.roles.actor.optimizer)
     _check_optimizer("warm_start.optimizer", config.warm_start.optimizer)
+
+
+def _check_finite(values: Any, path: str = "") -> None:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            _check_finite(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list):
+        for index, value in enumerate(values):
+            _check_finite(value, f"{path}[{index}]")
+    elif isinstance(values, float) and not math.isfinite(values):
+        raise ConfigError(f"{path}={values} is not a finite number")
 
 
 def _check_optimizer(key: str, o: OptimizerConfig) -> None:
@@ -230,10 +252,16 @@ def _check_algorithm(config: Config) -> None:
     for section, keys in _OWNED_BY_US.items():
         roles = config.megatron_roles() if section == "megatron" else {"rollout": config.roles.rollout}
         for name, role in roles.items():
-            for key in sorted(set(getattr(role, section)) & set(keys)):
-                raise ConfigError(
-                    f"roles.{name}.{section}.{key} follows from another key: set roles.{name}.{keys[key]} instead"
-                )
+            for key in getattr(role, section):
+                if key in keys:
+                    raise ConfigError(
+                        f"roles.{name}.{section}.{key} follows from another key: set roles.{name}.{keys[key]} instead"
+                    )
+                check_library_field(f"roles.{name}.{section}", key)
+    try:
+        check_not_owned(config.roles.rollout.engine_args)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _read_model(config: Config, role: str) -> HFConfig:
@@ -291,12 +319,13 @@ def _check_lengths(config: Config, hf: HFConfig) -> None:
         raise ConfigError(
             f"{both} is more than the model's max_position_embeddings={hf.max_position_embeddings}: lower one of them"
         )
-    budgets = {"roles.actor.micro_batch_tokens": config.roles.actor.micro_batch_tokens}
+    budgets = {"roles.actor.micro_batch_tokens": (config.roles.actor.micro_batch_tokens, config.roles.actor.tp)}
     for name, role in config.megatron_roles().items():
-        budgets[f"roles.{name}.forward_micro_batch_tokens"] = role.forward_micro_batch_tokens
-    for key, budget in budgets.items():
-        if budget < longest:
-            raise ConfigError(f"{key}={budget} does not hold one sequence: {both}: use at least {longest}")
+        budgets[f"roles.{name}.forward_micro_batch_tokens"] = role.forward_micro_batch_tokens, role.tp
+    for key, (budget, multiple) in budgets.items():
+        least = -(-longest // multiple) * multiple  # micro-batches are padded to a multiple of tp
+        if budget < least:
+            raise ConfigError(f"{key}={budget} does not hold one sequence: {both}: use at least {least}")
 
 
 def _either(numbers: list[int]) -> str:

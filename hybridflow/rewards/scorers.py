@@ -89,7 +89,7 @@ def _load_function(path: str) -> Scorer:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the command without a word
         raise RewardError(f"reward.function={path!r}: importing {file} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -22,26 +22,13 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.rollout import vllm_compat
+from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-# Arguments of vLLM that follow from the job's own keys, or that an engine in the training process depends on.
-_OWNED = {
-    "model": "model.path",
-    "tensor_parallel_size": "roles.rollout.tp",
-    "dtype": "model.dtype",
-    "max_model_len": "sampling.max_prompt_tokens and sampling.max_response_tokens",
-    "gpu_memory_utilization": "roles.rollout.gpu_memory_utilization",
-    "seed": "run.seed",
-}
-_FIXED = {
-    "distributed_executor_backend", "load_format", "skip_tokenizer_init", "tokenizer", "logprobs_mode", "enable_sleep_mode",
-    "pipeline_parallel_size", "data_parallel_size", "quantization", "generation_config", "disable_log_stats",
-    "speculative_config", "weight_transfer_config",
-}  # fmt: skip
 _LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 
 
@@ -253,16 +240,12 @@ def check_engine_args(engine_args: dict[str, Any]) -> None:
     from vllm import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}
+    check_not_owned(engine_args)
     for name in engine_args:
-        key = f"roles.rollout.engine_args.{name}"
-        if name in _OWNED:
-            raise ValueError(f"{key} is set by the trainer: use {_OWNED[name]}")
-        if name in _FIXED:
-            raise ValueError(f"{key} cannot be changed: an engine inside the training processes depends on it")
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f": did you mean {nearest[0]}?" if nearest else ""
-            raise ValueError(f"{key} is not an argument of vLLM{hint}")
+            raise ValueError(f"roles.rollout.engine_args.{name} is not an argument of vLLM{hint}")
 
 
 def _check_world(tp: int) -> None:

@@ -69,6 +69,31 @@ def test_passes_with(tmp_path, model, overrides):
             "roles.actor.optimizer.schedule=cosine needs decay_steps=0 above warmup_steps=0:"
             " set roles.actor.optimizer.decay_steps",
         ),
+        (["roles.actor.optimizer.lr=nan"], "roles.actor.optimizer.lr=nan is not a finite number"),
+        (["sampling.temperature=inf"], "sampling.temperature=inf is not a finite number"),
+        (["roles.actor.optimizer.betas=[0.9,nan]"], "roles.actor.optimizer.betas[1]=nan is not a finite number"),
+        (
+            ["roles.actor.megatron.num_layer=8"],
+            "unknown key roles.actor.megatron.num_layer: did you mean num_layers?",
+        ),
+        (
+            ["roles.actor.megatron.num_layers=8"],
+            "roles.actor.megatron.num_layers follows from another key: set roles.actor.model.path instead",
+        ),
+        (
+            ["roles.rollout.engine_args.max_num_seq=8"],
+            "unknown key roles.rollout.engine_args.max_num_seq: did you mean max_num_seqs?",
+        ),
+        (
+            ["roles.rollout.engine_args.max_model_len=8"],
+            "roles.rollout.engine_args.max_model_len is set by the trainer:"
+            " use sampling.max_prompt_tokens and sampling.max_response_tokens",
+        ),
+        (
+            ["roles.actor.micro_batch_tokens=201", "sampling.max_response_tokens=73"],
+            "roles.actor.micro_batch_tokens=201 does not hold one sequence: sampling.max_prompt_tokens=128 +"
+            " sampling.max_response_tokens=73 = 201: use at least 202",
+        ),
         (["sampling.temperature=0"], "sampling.temperature=0.0 must be above 0: training samples are never greedy"),
         (["sampling.top_p=1.5"], "sampling.top_p=1.5 is not in (0, 1]"),
         (
@@ -222,6 +247,24 @@ class TestModelFolder:
         (folder / "model.safetensors").write_bytes(b"abc")
         assert "is not a complete safetensors file (3 bytes)" in refused(tmp_path, folder)
 
+    @pytest.mark.parametrize("header", [b"[1, 2]", b'{"a": {"dtype": "F32"}}', b'{"a": {"shape": [1], "data_offsets": 3}}'])
+    def test_a_header_of_another_kind(self, tmp_path, header):
+        folder = write_model(tmp_path / "m")
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        assert "model.safetensors is not a safetensors file" in refused(tmp_path, folder)
+
+    @pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": 1, "b": "x"}}'])
+    def test_an_index_of_another_kind(self, tmp_path, index):
+        folder = write_model(tmp_path / "m")
+        (folder / "model.safetensors.index.json").write_text(index)
+        assert "model.safetensors.index.json is not an index of safetensors files" in refused(tmp_path, folder)
+
+    @pytest.mark.parametrize("config", [b"[]", b"{", b"\xff"])
+    def test_a_config_of_another_kind(self, tmp_path, config):
+        folder = write_model(tmp_path / "m")
+        (folder / "config.json").write_bytes(config)
+        assert refused(tmp_path, folder).startswith(f"{folder}/config.json ")
+
     def test_tensors_that_do_not_fit_the_config(self, tmp_path):
         folder = write_model(tmp_path / "m")
         config = json.loads((folder / "config.json").read_text())
@@ -297,6 +340,11 @@ class TestData:
         file.write_text("def score(prompt, response, answer, metadata): return 1.0\n")
         check(tmp_path, model, f"reward={{kind: function, function: '{file}:score'}}")
         assert "has no function scores" in refused(tmp_path, model, f"reward={{kind: function, function: '{file}:scores'}}")
+        ending = tmp_path / "ending.py"
+        ending.write_text("import sys\nsys.exit(0)\n")
+        assert "ending.py failed: SystemExit: 0" in refused(
+            tmp_path, model, f"reward={{kind: function, function: '{ending}:f'}}"
+        )
         assert refused(tmp_path, model, f"reward={{kind: task, function: '{file}:score'}}") == (
             f"reward.function={file}:score would not be used: set reward.kind=function"
         )

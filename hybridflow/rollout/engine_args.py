@@ -1,0 +1,28 @@
+"""Which arguments of vLLM a config may not set in `roles.rollout.engine_args`. Imports no vLLM."""
+
+from collections.abc import Iterable
+
+# Arguments of vLLM that follow from the job's own keys, or that an engine in the training process depends on.
+_OWNED = {
+    "model": "model.path",
+    "tensor_parallel_size": "roles.rollout.tp",
+    "dtype": "model.dtype",
+    "max_model_len": "sampling.max_prompt_tokens and sampling.max_response_tokens",
+    "gpu_memory_utilization": "roles.rollout.gpu_memory_utilization",
+    "seed": "run.seed",
+}
+_FIXED = {
+    "distributed_executor_backend", "load_format", "skip_tokenizer_init", "tokenizer", "logprobs_mode", "enable_sleep_mode",
+    "pipeline_parallel_size", "data_parallel_size", "quantization", "generation_config", "disable_log_stats",
+    "speculative_config", "weight_transfer_config",
+}  # fmt: skip
+
+
+def check_not_owned(names: Iterable[str]) -> None:
+    """Raises ValueError, naming the key to use, for an argument that is not the user's to set."""
+    for name in names:
+        key = f"roles.rollout.engine_args.{name}"
+        if name in _OWNED:
+            raise ValueError(f"{key} is set by the trainer: use {_OWNED[name]}")
+        if name in _FIXED:
+            raise ValueError(f"{key} cannot be changed: an engine inside the training processes depends on it")
