@@ -25,6 +25,7 @@ _USELESS_WARNINGS = (
     "Apex is not installed",
     "full scope is deprecated",
     "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    "resource_tracker",  # of what a killed rank left in shared memory: it says so when it has cleaned up
 )
 
 

@@ -1,7 +1,9 @@
 """The command: exit statuses, what it starts and with which environment, and that it leaves no process behind."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -159,7 +161,7 @@ def test_tiny_model_runs_the_quickstarts_checks(tmp_path, capfd):
 def test_command_and_environment(path):
     config = load(path, ["cluster.ranks_per_node=64"])
     command = torchrun.command(config, "c.yaml", ["a=b"])
-    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert command[:3] == [sys.executable, "-m", "hybridflow.agent"]
     assert command[-5:] == ["-m", "hybridflow.train", "--config", "c.yaml", "a=b"]
     assert command[command.index("--nproc-per-node") + 1] == "64"
     assert command[command.index("--rdzv-endpoint") + 1] == "127.0.0.1:0"
@@ -197,7 +199,10 @@ def job(path, tmp_path):
             sys.exit(torchrun.launch(config, "cpu", "c.yaml", ["mark={tmp_path}"]))
         """
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}"}
-        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, text=True)
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, text=True, stderr=said
+            )
         processes.append(process)
         return process
 
@@ -227,8 +232,11 @@ def test_status_of_the_ranks(job, tmp_path):
     assert job("open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))").wait(60) == 0
     expected = f"--config c.yaml mark={tmp_path}"
     assert [(tmp_path / rank).read_text() for rank in "01"] == [expected, expected]
+    assert (tmp_path / "said").read_text() == ""
     assert job("sys.exit(2 if os.environ['RANK'] == '1' else 0)").wait(60) == 1
     assert left_over(tmp_path) == []
+    said = (tmp_path / "said").read_text()
+    assert said.count("\n") == 1 and re.fullmatch(r"hybridflow: error: rank 1 on \S+ ended with status 2\n", said)
 
 
 @pytest.mark.timeout(120)
@@ -246,3 +254,26 @@ def test_a_signal_stops_everything(job, tmp_path, number):
     process.send_signal(number)
     assert process.wait(40) == 1
     assert left_over(tmp_path) == []
+    assert (tmp_path / "said").read_text().endswith(f"hybridflow: stopped by {number.name}; all ranks have ended\n")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("victim", ["hybridflow", "torchrun", "rank"])
+def test_whoever_is_killed_takes_all_along(job, tmp_path, victim):
+    process = job("""
+        open("started" + os.environ["RANK"], "w").write(f"{os.getppid()} {os.getpid()}")
+        time.sleep(600)
+    """)
+    wait_for(lambda: all((tmp_path / f"started{rank}").exists() for rank in (0, 1)))
+    time.sleep(0.5)
+    torchrun_pid, rank_pid = map(int, (tmp_path / "started1").read_text().split())
+    os.kill({"hybridflow": process.pid, "torchrun": torchrun_pid, "rank": rank_pid}[victim], signal.SIGKILL)
+    assert process.wait(40) == (-signal.SIGKILL if victim == "hybridflow" else 1)
+    wait_for(lambda: left_over(tmp_path) == [], seconds=40)
+    last = {
+        "hybridflow": "",
+        "torchrun": "hybridflow: error: torchrun's process was ended by SIGKILL\n",
+        "rank": f"hybridflow: error: rank 1 on {socket.gethostname()} was ended by SIGKILL:"
+        " the machine may have run out of memory\n",
+    }[victim]
+    assert (tmp_path / "said").read_text() == last

@@ -36,6 +36,8 @@ def report(rank: int, where: str, error: BaseException) -> None:
     """Say what failed on this rank: the traceback, or one line where only a peer was lost; and note it for `cause`."""
     lost = type(error).__name__ in _LOST_TYPES or bool(_LOST.search(str(error)))
     what = " ".join(str(error).split())
+    if lost:  # without the library's source line and its advice to see the other rank's log
+        what = re.sub(r"^\[\S+\] ", "", what).partition(". This is typically")[0]
     line = f"rank {rank} on {socket.gethostname()} failed in {where}: {type(error).__name__}{what and f': {what}'}"
     _note(Fault(rank, line, lost, time.time()))
     shown = (
