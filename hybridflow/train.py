@@ -25,10 +25,12 @@ def run_rank(config: Config) -> None:
     with faults_end_rank(lambda: "joining the world"):
         init_world()
         transport = TorchrunTransport()
-    with faults_end_rank(lambda: "building the roles (engine start, model load)"), waiting("the roles to be built"):
+    first = transport.rank == 0  # the others wait for the same, and need not say so too
+    speaking = waiting("the roles to be built (engine start, model load)") if first else contextlib.nullcontext()
+    with faults_end_rank(lambda: "building the roles (engine start, model load)"), speaking:
         worker = Worker(transport.rank, build_roles(config))
     transport.attach(worker)
-    if transport.rank == 0:
+    if first:
         with faults_end_rank(lambda: f"the driver ({transport.phase() or 'start'})"):
             drive(config, transport)
             transport.close()
