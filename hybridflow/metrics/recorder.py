@@ -12,6 +12,7 @@ Lives in the driver only.
 """
 
 import contextlib
+import io
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -42,7 +43,7 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         save(config, self.folder / "config.yaml")
         self.history = History(started=time.monotonic())
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, io.FileIO] = {}
         self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
         self._console = Console(config.run.steps, stream)
         self.latest_phase = ""
@@ -123,22 +124,26 @@ class Recorder:
 
     def close(self, error: BaseException | None = None) -> str:
         """Write the plot and the summary, show the summary, and return it. `error`: what ended the run early."""
-        if self.history.steps:
-            plot_reward(self.history, self.folder / "plots" / "reward.png")
+        # a full disk that ended the run would fail these as well, and hide what was lost and what is there
+        what_can_be = contextlib.nullcontext() if error is None else contextlib.suppress(OSError)
+        with what_can_be:
+            if self.history.steps:
+                plot_reward(self.history, self.folder / "plots" / "reward.png")
         for file in self._files.values():
             file.close()
-        self._tensorboard.close()
+        with what_can_be:
+            self._tensorboard.close()
         self._console.close()
         summary = summarize(self.history, self.folder, time.monotonic(), error)
-        (self.folder / "summary.json").write_text(json.dumps(summary.values, indent=2) + "\n")
+        with what_can_be:
+            (self.folder / "summary.json").write_text(json.dumps(summary.values, indent=2) + "\n")
         self._console.line(summary.text)
         return summary.text
 
     def _write(self, name: str, row: dict[str, Any]) -> None:
         if name not in self._files:
-            self._files[name] = (self.folder / name).open("a")
-        self._files[name].write(json.dumps(row) + "\n")
-        self._files[name].flush()
+            self._files[name] = (self.folder / name).open("ab", buffering=0)
+        _append(self._files[name], json.dumps(row).encode() + b"\n")
 
     def _scalars(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
@@ -164,3 +169,18 @@ class Recorder:
 def _plain(value: Any) -> Any:
     """Scalars of numpy and torch as Python's own."""
     return value.item() if hasattr(value, "item") else value
+
+
+def _append(file: io.FileIO, line: bytes) -> None:
+    """All of the line or nothing of it.
+
+    Raises:
+        OSError: naming the file.
+    """
+    start = file.seek(0, io.SEEK_END)
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        file.truncate(start)
+        raise OSError(error.errno, error.strerror, file.name) from error

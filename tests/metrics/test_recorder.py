@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 
 import pytest
 import torch
@@ -150,6 +151,28 @@ def test_an_error_is_named_and_what_was_recorded_stays(tmp_path, config):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["stopped_by"] == "ZeroDivisionError: division by zero"
     assert len(lines(tmp_path / "run/metrics.jsonl")) == 1
+
+
+def test_a_full_disk_leaves_whole_lines_and_a_summary(tmp_path, config):
+    stream = io.StringIO()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError, match=r"File too large: .*samples\.jsonl"), Recorder(tmp_path, config, stream) as recorder:
+        recorder.log({"step": 1, "reward/mean": 0.5})
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+            recorder.samples({"response": "x" * 20_000} for _ in range(9))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [len(json.loads(line)["response"]) for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [20_000] * 2
+    assert "stopped by OSError" in stream.getvalue() and "after 1 steps" in stream.getvalue()
+
+
+def test_a_run_that_cannot_write_its_summary_still_shows_it(tmp_path, config):
+    stream = io.StringIO()
+    (tmp_path / "summary.json").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match="the fault itself"), Recorder(tmp_path, config, stream):
+        raise ValueError("the fault itself")
+    assert "stopped by ValueError: the fault itself" in stream.getvalue()
 
 
 def test_a_run_without_steps_closes(tmp_path, config):
