@@ -18,6 +18,7 @@ from hybridflow.controller import faults
 from hybridflow.processes import adopt_orphans
 
 STOP_SECONDS = 20  # from the first signal until what is left is killed
+CLEAN_UP_SECONDS = 3  # for Python's resource trackers to delete what killed ranks left
 
 # How Megatron's warnings begin that every rank would repeat, and that nobody who runs a job can or need do something about.
 _USELESS_WARNINGS = (
@@ -134,7 +135,21 @@ def _why(child: subprocess.Popen, stop: _Stop, notes: Path) -> str:
 
 def _kill_descendants(spared: set[psutil.Process]) -> None:
     left = [process for process in psutil.Process().children(recursive=True) if process not in spared]
-    for process in left:
+    # Python's resource trackers delete the shared memory of ranks that died; killed with them, it would stay on the host
+    trackers = [process for process in left if _is_tracker(process)]
+    _kill([process for process in left if process not in trackers])
+    _, stuck = psutil.wait_procs(trackers, timeout=CLEAN_UP_SECONDS)
+    _kill(stuck)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(processes, timeout=10)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    return False

@@ -261,6 +261,9 @@ def test_a_signal_stops_everything(job, tmp_path, number):
 @pytest.mark.parametrize("victim", ["hybridflow", "torchrun", "rank"])
 def test_whoever_is_killed_takes_all_along(job, tmp_path, victim):
     process = job("""
+        from multiprocessing.shared_memory import SharedMemory
+        memory = SharedMemory(create=True, size=1)
+        open("memory" + os.environ["RANK"], "w").write(memory.name)
         open("started" + os.environ["RANK"], "w").write(f"{os.getppid()} {os.getpid()}")
         time.sleep(600)
     """)
@@ -270,6 +273,7 @@ def test_whoever_is_killed_takes_all_along(job, tmp_path, victim):
     os.kill({"hybridflow": process.pid, "torchrun": torchrun_pid, "rank": rank_pid}[victim], signal.SIGKILL)
     assert process.wait(40) == (-signal.SIGKILL if victim == "hybridflow" else 1)
     wait_for(lambda: left_over(tmp_path) == [], seconds=40)
+    assert not [rank for rank in (0, 1) if Path("/dev/shm", (tmp_path / f"memory{rank}").read_text()).exists()]
     last = {
         "hybridflow": "",
         "torchrun": "hybridflow: error: torchrun's process was ended by SIGKILL\n",
