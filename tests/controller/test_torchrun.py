@@ -67,7 +67,7 @@ def drive(layout: Layout) -> dict | None:
 
 
 def test_calls_reach_all_ranks_and_results_keep_the_callers_order(worlds):
-    found = worlds(4).run(drive, Layout(world_size=4, tp=1, pp=2), timeout=60)[0]
+    found = worlds(4).run(drive, Layout(world_size=4, tp=1, pp=2), timeout=120)[0]
     lengths = (5, 1, 3, 2, 4)
     assert found["first"] == [[2 * i + 1 for i in range(n)] for n in lengths]
     assert found["early"] == [[2 * i for i in range(n)] for n in lengths]
