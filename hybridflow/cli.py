@@ -115,8 +115,8 @@ def _check_and_show(config: "Config") -> None:
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
 
-    check(config)
-    print(ladder(config).render(), flush=True)
+    models = check(config)
+    print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
 
 
 def _warn_of_untested_versions() -> None:

@@ -1,6 +1,8 @@
 """Where a rank stands in a Megatron layout. Pure arithmetic: no torch, so that plans can be made before anything starts."""
 
+import functools
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -9,6 +11,20 @@ class Coordinates(NamedTuple):
     cp: int
     dp: int
     pp: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """How layers are split over the chunks of a pipeline; chunks are in the model's order: the first of every stage, the
+    second of every stage, ...
+
+    By default as evenly as possible, where the stage with the output layer gets the fewest and the one with the embedding the
+    next fewest.
+    """
+
+    stages: tuple[int, ...] = ()  # the layers of every chunk
+    embedding: int = 0  # layers that the embedding counts as when `stages` is derived
+    loss: int = 0  # layers that the output layer and the loss count as
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    split: Split = Split()
 
     @property
     def dp(self) -> int:
@@ -37,18 +54,23 @@ class Layout:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def stage_layers(self, num_layers: int) -> list[list[list[int]]]:
-        """Global layer indices by [pp rank][chunk]: Megatron's even split, interleaved when vpp > 1.
+        """Global layer indices by [pp rank][chunk]; every layer is in one chunk, in order (`Split`).
+
+        Only the first and the last chunk, which have the embedding and the output layer, may be without a layer.
 
         Raises:
-            ValueError: `num_layers` is not a multiple of pp x vpp.
+            ValueError: the split does not fit the model or the pipeline; says which number to change.
         """
-        per_chunk, left = divmod(num_layers, self.pp * self.vpp)
-        if left:
-            raise ValueError(f"num_hidden_layers={num_layers} is not a multiple of pp={self.pp} x vpp={self.vpp}")
-        return [
-            [list(range((v * self.pp + p) * per_chunk, (v * self.pp + p + 1) * per_chunk)) for v in range(self.vpp)]
-            for p in range(self.pp)
-        ]
+        counts = _layers_per_chunk(num_layers, self.pp, self.vpp, self.split)
+        chunks = [list(range(stop - n, stop)) for n, stop in zip(counts, accumulate(counts), strict=True)]
+        return [chunks[stage :: self.pp] for stage in range(self.pp)]
+
+    def describe_layers(self, num_layers: int) -> str:
+        """The layers per stage, a stage's chunks added up, such as `7 | 8 | 8 | 7`; empty when all chunks have equally many."""
+        counts = [[len(chunk) for chunk in stage] for stage in self.stage_layers(num_layers)]
+        if len({n for stage in counts for n in stage}) == 1:
+            return ""
+        return " | ".join("+".join(map(str, stage)) for stage in counts)
 
     def describe(self) -> str:
         names = ("tp", "pp", "vpp", "cp", "ep", "dp")
@@ -59,3 +81,44 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 64) -> int:
     """Rows of the embedding after padding to a multiple of `multiple` x tp, as Megatron splits it evenly."""
     step = multiple * tp
     return (vocab_size + step - 1) // step * step
+
+
+@functools.cache
+def _layers_per_chunk(num_layers: int, pp: int, vpp: int, split: Split) -> tuple[int, ...]:
+    chunks, sizes = pp * vpp, f"pp={pp} x vpp={vpp}"
+    for name in ("embedding", "loss"):
+        if getattr(split, name) < 0:
+            raise ValueError(f"split.{name}={getattr(split, name)} is too small: use at least 0")
+    if not split.stages:
+        counts = _even_split(num_layers, pp, chunks, split)
+        if 0 in counts[1:-1]:
+            raise ValueError(f"num_hidden_layers={num_layers} is too few for the {chunks} chunks of {sizes}: lower one of them")
+        return counts
+    given = f"split.stages={list(split.stages)}"
+    if split.embedding or split.loss:
+        raise ValueError(f"{given} leaves nothing to derive from split.embedding and split.loss: use 0 for both, or no stages")
+    if len(split.stages) != chunks:
+        raise ValueError(f"{given} has {len(split.stages)} numbers, but {sizes} = {chunks} chunks: give one for each")
+    if min(split.stages) < 0 or 0 in split.stages[1:-1]:
+        raise ValueError(f"{given}: only the first and the last number may be 0, and none below")
+    if sum(split.stages) != num_layers:
+        raise ValueError(f"{given} are {sum(split.stages)} layers, but num_hidden_layers={num_layers}: make them equal")
+    return split.stages
+
+
+def _even_split(num_layers: int, pp: int, chunks: int, split: Split) -> tuple[int, ...]:
+    """Layer by layer to the chunk with the least to do; among equals to the stage with the least, the ends last."""
+    load, stage_load = [0] * chunks, [0] * pp
+    for chunk, counted in ((0, split.embedding), (chunks - 1, split.loss)):
+        load[chunk] += counted
+        stage_load[chunk % pp] += counted
+    counts = [0] * chunks
+    for _ in range(num_layers):
+        chunk = min(
+            range(chunks),
+            key=lambda c: (load[c], stage_load[c % pp], c % pp == pp - 1, c % pp == 0, c in (0, chunks - 1), c),
+        )
+        counts[chunk] += 1
+        load[chunk] += 1
+        stage_load[chunk % pp] += 1
+    return tuple(counts)

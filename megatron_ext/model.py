@@ -72,7 +72,7 @@ def transformer_config(
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ValueError(f"megatron.{unknown[0]} is not a field of TransformerConfig in megatron-core {compat.check_version()}")
-    fields = _architecture(hf) | _parallelism(layout, dtype) | _fusions() | RECOMPUTE[recompute]
+    fields = _architecture(hf) | _parallelism(hf, layout, dtype) | _fusions() | RECOMPUTE[recompute]
     return TransformerConfig(**{**fields, **overrides})
 
 
@@ -80,6 +80,9 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
     """This rank's chunks, first to last, randomly initialised on the device; call it inside `ParallelState.current()`.
 
     The vocabulary is padded to a multiple of 64 x tp; the padding's rows never get a gradient (log_probs.py leaves them out).
+
+    Raises:
+        RuntimeError: Megatron numbered the layers otherwise than the layout does.
     """
     spec = spec or default_spec(config.params_dtype)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -102,6 +105,25 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.true_vocab_size = hf.vocab_size  # what step.py masks by
         chunks.append(chunk.to(device=device.current(), dtype=config.params_dtype))
+    _check_layers(chunks, layers, stage)
+    return chunks
+
+
+def _check_layers(chunks: list[GPTModel], expected: list[list[int]], stage: int) -> None:
+    """Every weight that is loaded, sent or exported goes by these numbers: a wrong one would be fluent garbage, no error."""
+    built = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in chunks]
+    if built != expected:
+        raise RuntimeError(
+            f"pipeline stage {stage}: megatron-core {compat.check_version()} numbers its layers {built}, the layout {expected}:"
+            " is there a TransformerConfig override that splits layers? Use the role's split instead"
+        )
+
+
+def _pipeline_layout(layers: list[list[list[int]]]) -> list[list[str]]:
+    """Megatron's own description of [pp rank][chunk] -> layers: what each chunk has, in the model's order."""
+    chunks = [["decoder"] * len(stage[index]) for index in range(len(layers[0])) for stage in layers]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
     return chunks
 
 
@@ -126,12 +148,13 @@ def _architecture(hf: HFConfig) -> dict[str, object]:
     }
 
 
-def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+def _parallelism(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
     interleaved = layout.vpp > 1
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "pipeline_model_parallel_layout": _pipeline_layout(layout.stage_layers(hf.num_layers)) if layout.pp > 1 else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sequence_parallel,
         "params_dtype": dtype,

@@ -3,6 +3,7 @@
 prompts -> samples -> mini-batches -> samples per data-parallel rank -> micro-batches
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.schema import Config
@@ -36,8 +37,8 @@ class Ladder:
         return "\n".join(f"{rung.name:<{names}}  {rung.size:>{sizes}}  {rung.meaning}".rstrip() for rung in self.rungs)
 
 
-def ladder(config: Config) -> Ladder:
-    """The ladder of one step; pure arithmetic."""
+def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
+    """The ladder of one step; pure arithmetic. `num_layers`: of the Megatron roles' models, by role."""
     batch, actor, layout = config.batch, config.roles.actor, config.layout("actor")
     samples = batch.prompts * batch.samples_per_prompt
     mini_batch = -(-samples // batch.mini_batches)
@@ -50,8 +51,7 @@ def ladder(config: Config) -> Ladder:
     at_most = "at most " if samples % batch.mini_batches else ""
     rungs = (
         Rung("ranks", f"{config.world_size}", f"{config.cluster.nodes} nodes x {config.cluster.ranks_per_node}"),
-        Rung("actor", layout.describe(), f"{config.dtype('actor')}, {config.model_path('actor')}"),
-        *_reference(config),
+        *(rung for role, layers in num_layers.items() for rung in _megatron(config, role, layers)),
         Rung("rollout", f"{engines} x TP{config.roles.rollout.tp}", f"{config.dtype('rollout')}, engines x ranks of an engine"),
         Rung("prompts", f"{batch.prompts}", f"per step; at most {-(-batch.prompts // engines)} per engine"),
         Rung("samples", f"{samples}", f"{batch.samples_per_prompt} per prompt; at most {longest} tokens each"),
@@ -77,14 +77,11 @@ def ladder(config: Config) -> Ladder:
     )
 
 
-def _reference(config: Config) -> list[Rung]:
-    if config.roles.reference is None:
-        return []
-    return [
-        Rung(
-            "reference", config.layout("reference").describe(), f"{config.dtype('reference')}, {config.model_path('reference')}"
-        )
-    ]
+def _megatron(config: Config, role: str, num_layers: int) -> list[Rung]:
+    layout = config.layout(role)
+    split = layout.describe_layers(num_layers)
+    rungs = [Rung(role, layout.describe(), f"{config.dtype(role)}, {config.model_path(role)}")]
+    return [*rungs, Rung(f"{role} layers", f"{num_layers}", f"by pipeline stage: {split}")] if split else rungs
 
 
 def _fill(mini_batch: int, dp: int) -> str:

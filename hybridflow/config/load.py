@@ -153,7 +153,8 @@ def _expected(hint: Any, in_list: bool = False) -> str:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is list:
         item = get_args(hint)[0]
-        return _expected(item) if in_list else {float: "a list of numbers", str: "a list of strings"}[item]
+        lists = {int: "a list of integers", float: "a list of numbers", str: "a list of strings"}
+        return _expected(item) if in_list else lists[item]
     if get_origin(hint) is dict or hint is dict:
         return "a section of key: value"
     if is_dataclass(hint):

@@ -55,6 +55,11 @@ _OWNED_BY_US = {
         "tensor_model_parallel_size": "tp",
         "pipeline_model_parallel_size": "pp",
         "virtual_pipeline_model_parallel_size": "vpp",
+        "pipeline_model_parallel_layout": "split.stages",
+        "num_layers_in_first_pipeline_stage": "split.stages",
+        "num_layers_in_last_pipeline_stage": "split.stages",
+        "account_for_embedding_in_pipeline_split": "split.embedding",
+        "account_for_loss_in_pipeline_split": "split.loss",
         "context_parallel_size": "cp",
         "expert_model_parallel_size": "ep",
         "expert_tensor_parallel_size": "etp",
@@ -78,8 +83,10 @@ _OWNED_BY_US = {
 }
 
 
-def check(config: Config, run_folder: bool = True) -> None:
+def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     """Refuse a job that cannot run or would silently do something else than asked.
+
+    Returns the models of the roles that live in Megatron.
 
     Raises:
         ConfigError: one line. `run_folder=False` leaves out the check of `run.dir`, once the run has begun to write there.
@@ -98,6 +105,7 @@ def check(config: Config, run_folder: bool = True) -> None:
     if run_folder:
         check_run_folder(Path(config.run.dir), config.run.overwrite)
     check_data(config)
+    return models
 
 
 def check_devices(config: Config) -> str:
@@ -277,7 +285,7 @@ def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
     try:
         layout.stage_layers(hf.num_layers)
     except ValueError as error:
-        raise ConfigError(f"roles.{role}: {error}: change roles.{role}.pp or roles.{role}.vpp") from error
+        raise ConfigError(f"roles.{role}: {error}") from error
 
 
 def _check_divides(key: str, tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> None:

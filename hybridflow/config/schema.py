@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
-from megatron_ext.layout import Layout
+from megatron_ext.layout import Layout, Split
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -59,6 +59,18 @@ class OptimizerConfig:
 
 
 @dataclass
+class SplitConfig:
+    """How many layers each pipeline stage gets: by default as even as possible, where the stage with the output layer gets the
+    fewest and the one with the embedding the next fewest (30 layers over pp=4: 7, 8, 8, 7). `--dry-run` shows the outcome."""
+
+    embedding: int = 0  # layers that the embedding counts as, on the first stage
+    loss: int = 0  # layers that the output layer and the loss count as, on the last stage
+    # the layers of every stage, instead of an even split: [7, 8, 8, 7]; with vpp > 1 of every chunk, in the model's order: the
+    # first chunk of every stage, then the second of every stage, ... The first and the last number may be 0
+    stages: list[int] = field(default_factory=list)
+
+
+@dataclass
 class MegatronRoleConfig:
     """A role that lives in Megatron-core: where, in which layout, and how much it takes at once."""
 
@@ -66,6 +78,7 @@ class MegatronRoleConfig:
     tp: int = 1
     pp: int = 1
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
+    split: SplitConfig = field(default_factory=SplitConfig)
     cp: int = 1
     ep: int = 1
     etp: int = 1
@@ -237,7 +250,8 @@ class Config:
             return Layout(self.world_size, self.roles.rollout.tp)
         r = self.megatron_roles()[role]
         sequence_parallel = r.sequence_parallel and r.tp > 1
-        return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel)
+        split = Split(tuple(r.split.stages), r.split.embedding, r.split.loss)
+        return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
 
     def model_path(self, role: str) -> str:
         override = self.megatron_roles()[role].model if role != "rollout" else self.roles.actor.model

@@ -6,9 +6,10 @@ from hybridflow.config.ladder import ladder
 from hybridflow.config.load import load
 
 
-def make(tmp_path, *overrides):
+def make(tmp_path, *overrides, num_layers=4):
     (tmp_path / "c.yaml").write_text("model: {path: m}\nrun: {dir: r}\n")
-    return ladder(load(tmp_path / "c.yaml", list(overrides)))
+    config = load(tmp_path / "c.yaml", list(overrides))
+    return ladder(config, dict.fromkeys(config.megatron_roles(), num_layers))
 
 
 def test_by_hand(tmp_path):
@@ -28,6 +29,16 @@ def test_by_hand(tmp_path):
     for part in ("TP2 x PP2 x DP2", "4 x TP2", "1 masked fill-ups", "<= 3", "at most 3 per engine"):
         assert part in text
     assert max(len(line) for line in text.splitlines()) < 128
+
+
+def test_uneven_stages_are_shown(tmp_path):
+    layout = ["cluster.ranks_per_node=4", "roles.actor.pp=4", "algorithm.kl_coefficient=0.1"]
+    text = make(tmp_path, *layout, num_layers=30).render()
+    assert [line for line in text.splitlines() if "stage" in line] == [
+        "actor layers           30  by pipeline stage: 7 | 8 | 8 | 7",
+        "reference layers       30  by pipeline stage: 7 | 8 | 8 | 7",
+    ]
+    assert "stage" not in make(tmp_path, *layout, num_layers=28).render()
 
 
 @pytest.mark.parametrize("budget,expected", [(192, 8), (383, 8), (384, 4), (100_000, 1)])

@@ -6,6 +6,7 @@ import pytest
 
 from hybridflow.config.load import load, save
 from hybridflow.config.schema import ConfigError
+from megatron_ext.layout import Split
 
 
 @pytest.fixture
@@ -39,8 +40,14 @@ def test_a_role_may_have_its_own_model_and_dtype(path):
     assert [config.dtype(role) for role in ("actor", "rollout", "reference")] == ["float32", "bfloat16", "float32"]
 
 
+def test_a_split_of_layers(path):
+    config = load(path, ["roles.actor.split.stages=[3,1]", "roles.reference={pp: 4, split: {loss: 1}}"])
+    assert config.layout("actor").stage_layers(4) == [[[0, 1, 2]], [[3]]]
+    assert config.layout("reference").split == Split(loss=1)
+
+
 def test_kl_brings_a_reference_in_the_actors_layout(path):
-    config = load(path, ["algorithm.kl_coefficient=0.1", "roles.actor.megatron.x=1"])
+    config = load(path, ["algorithm.kl_coefficient=0.1", "roles.actor.megatron.x=1", "roles.actor.split.loss=1"])
     assert config.roles.reference is not None
     assert config.layout("reference") == config.layout("actor")
     assert config.roles.reference.megatron == {"x": 1}

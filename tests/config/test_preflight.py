@@ -37,6 +37,9 @@ def test_passes(tmp_path, model):
     [
         ["roles.actor={tp: 1, pp: 4}"],
         ["roles.actor={tp: 1, pp: 2, vpp: 2}"],
+        ["roles.actor={tp: 1, pp: 3}", "cluster.ranks_per_node=3", "roles.rollout.tp=1"],  # 4 layers: 1, 2 and 1
+        ["roles.actor.split.stages=[3,1]"],
+        ["roles.actor.split={embedding: 1, loss: 1}"],
         ["roles.actor={tp: 1, pp: 1}", "batch.prompts=7"],  # 14 samples a mini-batch over DP 4: filled up, not refused
         ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
         ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed
@@ -121,12 +124,25 @@ def test_passes_with(tmp_path, model, overrides):
             "roles.actor.tp=3 does not divide the model's num_attention_heads=4: use 1 or 2",
         ),
         (
-            ["roles.actor={tp: 1, pp: 3}", "cluster.ranks_per_node=3", "roles.rollout.tp=1"],
-            "roles.actor: num_hidden_layers=4 is not a multiple of pp=3 x vpp=1: change roles.actor.pp or roles.actor.vpp",
+            ["roles.actor.vpp=4"],
+            "roles.actor: num_hidden_layers=4 is too few for the 8 chunks of pp=2 x vpp=4: lower one of them",
         ),
         (
-            ["roles.actor.vpp=4"],
-            "roles.actor: num_hidden_layers=4 is not a multiple of pp=2 x vpp=4: change roles.actor.pp or roles.actor.vpp",
+            ["roles.actor.split.stages=[2,3]"],
+            "roles.actor: split.stages=[2, 3] are 5 layers, but num_hidden_layers=4: make them equal",
+        ),
+        (
+            ["roles.actor={vpp: 2, split: {stages: [3, 1]}}"],
+            "roles.actor: split.stages=[3, 1] has 2 numbers, but pp=2 x vpp=2 = 4 chunks: give one for each",
+        ),
+        (
+            ["roles.reference={pp: 4, split: {stages: [2, 0, 1, 1]}}"],
+            "roles.reference: split.stages=[2, 0, 1, 1]: only the first and the last number may be 0, and none below",
+        ),
+        (
+            ["roles.actor.megatron.account_for_loss_in_pipeline_split=true"],
+            "roles.actor.megatron.account_for_loss_in_pipeline_split follows from another key:"
+            " set roles.actor.split.loss instead",
         ),
         (
             ["roles.actor={tp: 2, pp: 1, vpp: 2}"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.hf_config import HFConfig
-from megatron_ext.layout import Layout
+from megatron_ext.layout import Layout, Split
 
 HF = HFConfig(
     family="qwen3",
@@ -44,7 +44,7 @@ def test_config_carries_architecture_layout_and_overrides():
     [
         ({}, Layout(4, tp=4), "tp=4 does not divide num_attention_heads=6: use 1 or 2"),
         ({}, Layout(3, tp=3), "tp=3 does not divide num_key_value_heads=2: use 1 or 2"),
-        ({"num_layers": 5}, Layout(2, pp=2), "num_hidden_layers=5 is not a multiple of pp=2 x vpp=1"),
+        ({}, Layout(4, pp=2, split=Split((3, 2))), "are 5 layers, but num_hidden_layers=4"),
         ({}, Layout(2, vpp=2), "vpp=2 needs more than one pipeline stage"),
         ({}, Layout(2, sequence_parallel=True), "sequence_parallel=true needs tp > 1"),
         ({}, Layout(2, cp=2), "cp=2 is not supported"),
@@ -55,6 +55,42 @@ def test_layouts_that_do_not_fit_are_refused(hf: dict, layout: Layout, message: 
 
     with pytest.raises(ValueError, match=message):
         transformer_config(dataclasses.replace(HF, **hf), layout, torch.float32)
+
+
+def test_megatron_gets_the_layouts_own_split():
+    from megatron_ext.model import transformer_config
+
+    hf = dataclasses.replace(HF, num_layers=7)
+    layout = Layout(4, pp=2, vpp=2)
+    theirs = transformer_config(hf, layout, torch.float32).pipeline_model_parallel_layout
+    for stage, chunks in enumerate(layout.stage_layers(7)):
+        kinds = [[kind.name for kind in chunk] for chunk in theirs.layout[stage]]
+        assert [chunk.count("decoder") for chunk in kinds] == [len(chunk) for chunk in chunks]
+    assert [kind.name for kind in theirs.layout[0][0]] == ["embedding", "decoder", "decoder"]
+    assert [kind.name for kind in theirs.layout[1][1]] == ["decoder", "loss"]
+    assert transformer_config(hf, Layout(4), torch.float32).pipeline_model_parallel_layout is None
+
+
+def build_with_a_split_of_megatrons_own(layout: Layout) -> str:
+    from megatron_ext.model import build_model, transformer_config
+    from megatron_ext.parallel import ParallelState
+
+    theirs = {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}
+    with ParallelState("actor", layout, seed=1).current():
+        try:
+            build_model(HF, layout, transformer_config(HF, layout, torch.float32, overrides=theirs), "local")
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_model_that_disagrees_with_the_layout_is_an_error(worlds):
+    """Told otherwise behind our back, Megatron numbers the second stage's layers from 1 on."""
+    messages = worlds(4).run(build_with_a_split_of_megatrons_own, Layout(4, tp=2, pp=2), timeout=100)
+    assert messages[:2] == ["", ""]
+    for message in messages[2:]:
+        assert "pipeline stage 1: megatron-core" in message
+        assert "numbers its layers [[1, 2]], the layout [[2, 3]]" in message
 
 
 def test_unknown_names_are_refused():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_ext.layout import Layout
+from megatron_ext.layout import Layout, Split
 from megatron_ext.optimizer import OptimizerSettings
 
 # eps: the key bias has next to no gradient, and Adam with a tiny eps would blow its rounding errors up to full updates
@@ -79,10 +79,11 @@ def _update(role, mine: list, optimizer, loss=None):
     ("layout", "model", "restart"),
     [
         (Layout(4, pp=2), {"family": "qwen2", "tied": True}, False),
+        (Layout(4, pp=4, split=Split((0, 2, 2, 0))), {"family": "qwen2", "tied": True}, False),
         (Layout(4, tp=2, pp=2), {"family": "qwen2"}, True),
         (Layout(4, tp=2, sequence_parallel=True), {"family": "qwen3", "head_dim": 16, "vocab_size": 131}, False),
     ],
-    ids=["dp2-pp2", "tp2-pp2-restart", "tp2-sp-dp2"],
+    ids=["dp2-pp2", "pp4-bare-ends", "tp2-pp2-restart", "tp2-sp-dp2"],
 )
 def test_updates_equal_adamw_on_hf(worlds, layout: Layout, model: dict, restart: bool):
     for result in worlds(4).run(train_beside_hf, layout, model, restart):

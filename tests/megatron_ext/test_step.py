@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.layout import Layout
+from megatron_ext.layout import Layout, Split
 
 TP2_PP2 = Layout(4, tp=2, pp=2)
 TP2_SP = Layout(4, tp=2, sequence_parallel=True)
@@ -11,6 +11,10 @@ PP4 = Layout(4, pp=4)
 DP2_PP2 = Layout(4, pp=2)
 TP2_PP2_VPP2 = Layout(4, tp=2, pp=2, vpp=2, sequence_parallel=True)
 DP2_PP2_VPP2 = Layout(4, pp=2, vpp=2)
+PP2_BY_HAND = Layout(4, pp=2, split=Split((3, 1)))
+PP2_VPP2_LOSS = Layout(4, tp=2, pp=2, vpp=2, sequence_parallel=True, split=Split(loss=1))
+PP4_BARE_ENDS = Layout(4, pp=4, split=Split((0, 2, 2, 0)))
+PP2_VPP2_BARE_ENDS = Layout(4, pp=2, vpp=2, split=Split((0, 1, 2, 0)))
 TEMPERATURE = 0.7
 
 CASES = {
@@ -27,6 +31,14 @@ CASES = {
     "dp2-pp2-llama-tied": (DP2_PP2, {"family": "llama", "tied": True}, {"recompute": "selective"}),
     "tp2-pp2-vpp2-sp": (TP2_PP2_VPP2, {"family": "qwen2", "tied": True}, {}),
     "dp2-pp2-vpp2": (DP2_PP2_VPP2, {"family": "qwen3", "head_dim": 16}, {}),
+    # uneven stages
+    "pp4-7-layers": (PP4, {"family": "qwen2", "num_hidden_layers": 7}, {}),
+    "pp4-7-layers-tied": (PP4, {"family": "llama", "num_hidden_layers": 7, "tied": True}, {"recompute": "full"}),
+    "dp2-pp2-3+1-tied": (PP2_BY_HAND, {"family": "qwen2", "tied": True}, {}),
+    "dp2-pp2-vpp2-7-layers": (DP2_PP2_VPP2, {"family": "llama", "num_hidden_layers": 7}, {}),
+    "tp2-pp2-vpp2-sp-5-layers-and-loss": (PP2_VPP2_LOSS, {"family": "qwen2", "num_hidden_layers": 5, "tied": True}, {}),
+    "pp4-bare-ends-tied": (PP4_BARE_ENDS, {"family": "qwen2", "tied": True}, {}),
+    "dp2-pp2-vpp2-bare-ends": (PP2_VPP2_BARE_ENDS, {"family": "llama", "num_hidden_layers": 3}, {}),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.hf_config import HFConfig
-from megatron_ext.layout import Layout
+from megatron_ext.layout import Layout, Split
 from megatron_ext.weights import WeightsError, export_hf, hf_shapes, load_hf, tile_map
 from tests import hf_models
 
@@ -19,10 +19,18 @@ LAYOUTS = {
     "pp4": Layout(4, pp=4),
     "tp2pp2": Layout(4, tp=2, pp=2),
     "pp2vpp2dp2": Layout(4, pp=2, vpp=2),
+    "pp3": Layout(3, pp=3),
+    "pp4bare": Layout(4, pp=4, split=Split((0, 3, 1, 0))),  # the ends have the embedding and the output layer alone
     "tp8": Layout(8, tp=8),  # more ranks than KV heads: a rank has a part of a query group
 }
 # Global layers of each pipeline stage, written out: 4 layers
-STAGES = {"pp2vpp2dp2": [[0, 2], [1, 3]], "tp2pp2": [[0, 1], [2, 3]], "pp4": [[0], [1], [2], [3]]}
+STAGES = {
+    "pp2vpp2dp2": [[0, 2], [1, 3]],
+    "tp2pp2": [[0, 1], [2, 3]],
+    "pp4": [[0], [1], [2], [3]],
+    "pp3": [[0], [1, 2], [3]],
+    "pp4bare": [[], [0, 1, 2], [3], []],
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +92,8 @@ def test_layouts_that_do_not_divide_are_refused(folders):
     hf = HFConfig.from_folder(folders("llama", True))
     with pytest.raises(ValueError, match="num_attention_heads=8 is not a multiple of tp=3"):
         tile_map(hf, Layout(3, tp=3), 0)
-    with pytest.raises(ValueError, match="num_hidden_layers=4 is not a multiple of pp=3"):
-        tile_map(hf, Layout(3, pp=3), 0)
+    with pytest.raises(ValueError, match="num_hidden_layers=4 is too few for the 7 chunks of pp=7 x vpp=1"):
+        tile_map(hf, Layout(7, pp=7), 0)
     with pytest.raises(ValueError, match="spec='apex' is unknown"):
         tile_map(hf, Layout(1), 0, "apex")
 

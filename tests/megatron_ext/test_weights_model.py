@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.layout import Layout
+from megatron_ext.layout import Layout, Split
 from tests import hf_models
 
 LAYOUTS = [
@@ -14,6 +14,12 @@ LAYOUTS = [
     Layout(4, pp=4),
     Layout(4, tp=2, pp=2, sequence_parallel=True),
     Layout(4, pp=2, vpp=2),
+]
+UNEVEN = [  # of 7 layers
+    Layout(4, pp=4),
+    Layout(4, pp=2, vpp=2),
+    Layout(4, tp=2, pp=2, split=Split(loss=3)),
+    Layout(4, pp=4, split=Split((0, 5, 2, 0))),
 ]
 
 
@@ -44,11 +50,21 @@ def scenario_round_trip(folder: Path, layout: Layout, destination: Path) -> int:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_round_trip_through_megatron(worlds, tmp_path, family, tied):
     folder = hf_models.make(tmp_path / "model", family, tied, vocab_size=300 if tied else 131)
+    check_round_trips(worlds, folder, LAYOUTS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_round_trip_over_uneven_stages(worlds, tmp_path, tied):
+    check_round_trips(worlds, hf_models.make(tmp_path / "model", "qwen2", tied, num_hidden_layers=7), UNEVEN)
+
+
+def check_round_trips(worlds, folder: Path, layouts: list[Layout]) -> None:
     original = hf_models.state(folder)
-    for number, layout in enumerate(LAYOUTS):
-        destination = tmp_path / f"out-{number}"
+    for number, layout in enumerate(layouts):
+        destination = folder.parent / f"out-{number}"
         counts = worlds(4).run(scenario_round_trip, folder, layout, destination)
         assert all(counts)
         written = hf_models.state(destination)
         assert written.keys() == original.keys()
-        assert all(torch.equal(written[name], tensor) for name, tensor in original.items()), layout.describe()
+        assert all(torch.equal(written[name], tensor) for name, tensor in original.items()), layout

@@ -13,11 +13,12 @@ from hybridflow.resharding.rectangles import split, subtract, volume
 from hybridflow.rollout import tiles as rollout
 from megatron_ext import weights
 from megatron_ext.hf_config import HFConfig
-from megatron_ext.layout import Layout
+from megatron_ext.layout import Layout, Split
 from megatron_ext.tiles import Tile, TileMap, as_index
 from tests import hf_models
 
-LAYOUTS = [Layout(4), Layout(4, tp=2, pp=2), Layout(4, pp=4), Layout(4, tp=4), Layout(4, pp=2), Layout(4, pp=2, vpp=2)]
+UNEVEN = [Layout(4, pp=2, split=Split((3, 1))), Layout(4, pp=4, split=Split((0, 3, 1, 0)))]
+LAYOUTS = [Layout(4), Layout(4, tp=2, pp=2), Layout(4, pp=4), Layout(4, tp=4), Layout(4, pp=2), Layout(4, pp=2, vpp=2), *UNEVEN]
 
 
 def config(family: str = "qwen2", tied: bool = True, **changes) -> HFConfig:

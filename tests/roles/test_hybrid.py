@@ -13,6 +13,7 @@ LAYOUTS = {
     "TP2PP2": ["roles.actor.tp=2", "roles.actor.pp=2", "roles.actor.sequence_parallel=true"],
     "PP4": ["roles.actor.pp=4"],
     "TP4": ["roles.actor.tp=4"],
+    "PP2 of 3 + 1 layers": ["roles.actor.pp=2", "roles.actor.split.stages=[3,1]"],
 }
 TIMEOUT = 400  # importing Megatron and vLLM on four ranks takes a minute of CPU time
 
@@ -66,6 +67,6 @@ def test_three_updates_reach_the_engine(world, config, folders, expected, rollou
 
 @pytest.mark.timeout(TIMEOUT + 60)
 def test_a_reference_in_another_layout_takes_the_actors_weights(world, config, folders):
-    overrides = ["roles.actor.tp=2", "roles.actor.pp=2", "roles.reference.pp=4"]
+    overrides = ["roles.actor.tp=2", "roles.actor.pp=2", "roles.actor.split.loss=1", "roles.reference.pp=4"]
     differences = world.run(scenarios.copy_into_reference, config, overrides, folders[2], timeout=TIMEOUT)
     assert max(differences) < 1e-5
