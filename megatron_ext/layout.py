@@ -19,7 +19,7 @@ class Split:
     second of every stage, ...
 
     By default as evenly as possible, where the stage with the output layer gets the fewest and the one with the embedding the
-    next fewest.
+    next fewest. A chunk that has the embedding or the output layer needs no layer if that is counted, or given so.
     """
 
     stages: tuple[int, ...] = ()  # the layers of every chunk
@@ -56,8 +56,6 @@ class Layout:
     def stage_layers(self, num_layers: int) -> list[list[list[int]]]:
         """Global layer indices by [pp rank][chunk]; every layer is in one chunk, in order (`Split`).
 
-        Only the first and the last chunk, which have the embedding and the output layer, may be without a layer.
-
         Raises:
             ValueError: the split does not fit the model or the pipeline; says which number to change.
         """
@@ -90,10 +88,9 @@ def _layers_per_chunk(num_layers: int, pp: int, vpp: int, split: Split) -> tuple
         if getattr(split, name) < 0:
             raise ValueError(f"split.{name}={getattr(split, name)} is too small: use at least 0")
     if not split.stages:
-        counts = _even_split(num_layers, pp, chunks, split)
-        if 0 in counts[1:-1]:
+        if num_layers < chunks - (split.embedding > 0) - (split.loss > 0):
             raise ValueError(f"num_hidden_layers={num_layers} is too few for the {chunks} chunks of {sizes}: lower one of them")
-        return counts
+        return _even_split(num_layers, pp, chunks, split)
     given = f"split.stages={list(split.stages)}"
     if split.embedding or split.loss:
         raise ValueError(f"{given} leaves nothing to derive from split.embedding and split.loss: use 0 for both, or no stages")

@@ -51,7 +51,7 @@ def run(*arguments, timeout=60, **kwargs):
         ("roles.actor.tp=two", "roles.actor.tp='two' is not an integer"),
         ("roles.actor={tp: 4, pp: 1}", "roles.actor.tp=4 does not divide the model's num_key_value_heads=2: use 1 or 2"),
         ("roles.actor.pp=4", "4 processes are fewer than roles.actor.tp=2 x pp=4 x cp=1 = 8"),
-        ("roles.actor.vpp=3", "roles.actor: num_hidden_layers=4 is not a multiple of pp=2 x vpp=3"),
+        ("roles.actor.vpp=3", "roles.actor: num_hidden_layers=4 is too few for the 6 chunks of pp=2 x vpp=3"),
         ("roles.rollout.tp=3", "roles.rollout.tp=3 does not divide cluster.ranks_per_node=4: use 1, 2 or 4"),
         ("model.path=nowhere", "model folder nowhere does not exist"),
         ("run.dir=/proc/x/y", "run.dir=/proc/x/y cannot be written"),

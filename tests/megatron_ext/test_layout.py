@@ -25,6 +25,8 @@ def layers(num_layers: int, pp: int, vpp: int = 1, **split) -> str:
         (31, (4,), {"loss": 1}, "8 | 8 | 8 | 7"),
         (28, (2,), {"loss": 2}, "15 | 13"),
         (29, (4, 2), {"embedding": 1, "loss": 2}, "3+4 | 4+4 | 4+4 | 4+2"),
+        (3, (4,), {"loss": 4}, "1 | 1 | 1 | 0"),
+        (2, (4,), {"embedding": 1, "loss": 1}, "0 | 1 | 1 | 0"),
         (4, (2,), {"stages": (3, 1)}, "3 | 1"),
         (9, (2, 2), {"stages": (1, 2, 3, 3)}, "1+3 | 2+3"),
         (4, (4,), {"stages": (0, 2, 2, 0)}, "0 | 2 | 2 | 0"),
@@ -67,6 +69,8 @@ def test_every_layer_once_and_as_even_as_possible(pp, vpp):
     ("num_layers", "sizes", "split", "message"),
     [
         (4, (2, 4), {}, "num_hidden_layers=4 is too few for the 8 chunks of pp=2 x vpp=4: lower one of them"),
+        (3, (4,), {}, "num_hidden_layers=3 is too few for the 4 chunks of pp=4 x vpp=1: lower one of them"),
+        (1, (4,), {"loss": 2}, "num_hidden_layers=1 is too few for the 4 chunks of pp=4 x vpp=1: lower one of them"),
         (4, (2,), {"stages": (3, 2)}, "split.stages=[3, 2] are 5 layers, but num_hidden_layers=4: make them equal"),
         (4, (2, 2), {"stages": (3, 1)}, "split.stages=[3, 1] has 2 numbers, but pp=2 x vpp=2 = 4 chunks: give one for each"),
         (4, (3,), {"stages": (2, 0, 2)}, "split.stages=[2, 0, 2]: only the first and the last number may be 0, and none below"),
