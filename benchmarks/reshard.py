@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("tp", "pp", "vpp", "rollout-tp"):
         result.add_argument(f"--{name}", type=int, default=1)
     layouts = ROOT / "benchmarks" / "layouts" / f"{os.environ.get('WORLD_SIZE', 1)}.txt"
-    result.add_argument("--sweep", type=Path, nargs="?", const=layouts, metavar="FILE", help=f"default: {layouts}")
+    result.add_argument("--sweep", type=Path, nargs="?", const=layouts, metavar="FILE", help=f"default: {_short(layouts)}")
     result.add_argument("--engine", action="store_true", help="write into a vLLM engine's parameters")
     result.add_argument("--cycles", type=int, default=0, help="with --engine: rounds of sleep, wake, reshard, wake")
     result.add_argument("--bucket-mb", type=int, default=256)
@@ -140,10 +140,14 @@ def report(arguments: argparse.Namespace, fields: dict[str, Any], known: Bandwid
     if "cycles" in rows[-1]:
         print(cycle_line(rows[-1]["cycles"]), flush=True)
     if arguments.out:
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        options = {name: _short(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
         results = {"bandwidths": known._asdict(), "rows": rows}
         record.write(arguments.out, {**options, "model_fields": fields}, results)
         draw(rows, arguments.out.with_suffix(".png"), f"{Path(arguments.model).stem}, {arguments.dtype}")
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 HEADER = (
@@ -197,7 +201,8 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         at = [index + (number - (len(series) - 1) / 2) * width for index in range(len(rows))]
-        axes.bar_label(axes.bar(at, values, width, label=name), fmt="%.3g", fontsize=6)
+        labels = [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values]
+        axes.bar_label(axes.bar(at, values, width, label=name), labels, fontsize=6)
     axes.set_xticks(range(len(rows)), [f"{row['training']}\n→ {row['rollout']}" for row in rows], fontsize=8)
     axes.set(ylabel="milliseconds (median)", title=f"resharding {title}, {rows[0]['ranks']} ranks")
     axes.grid(axis="y", alpha=0.3)

@@ -1,6 +1,7 @@
 """The resharding benchmark over four gloo ranks: ours and the field's way leave the same weights, and the figures add up."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from benchmarks import reshard
 from benchmarks.bandwidth import Bandwidths, bandwidths
 from benchmarks.gathered import GatheredCopy, GatheredStream
-from benchmarks.reshard_case import Case, Settings
+from benchmarks.reshard_case import Case, Engines, Settings
 from hybridflow.resharding.execute import Resharder
 from hybridflow.resharding.plan import make_plan
 from megatron_ext import weights
@@ -156,3 +157,21 @@ def test_model_shapes_have_the_size_that_their_name_says(name, billions):
     path = reshard.ROOT / "configs" / "models" / f"{name}.json"
     shapes = weights.hf_shapes(HFConfig.from_dict(json.loads(path.read_text()), str(path)))
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def scenario_engine(fields: dict) -> dict:
+    """PP2 -> TP2 into a real engine, with sleep and wake in between."""
+    known = replace(settings(fields, torch.bfloat16, repeat=1), cycles=2)
+    engines = Engines(fields, known.hf, torch.bfloat16)
+    row = Case(known, Layout(2, pp=2), 2, engines.get(2)).measure()
+    engines.close()
+    return row
+
+
+def test_with_an_engine_its_own_loader_is_a_baseline_too(worlds):
+    fields = json.loads((reshard.ROOT / "configs" / "models" / "tiny.json").read_text())
+    row = worlds(2, "benchmark").run(scenario_engine, fields)[0]
+    assert row["verified"] and row["baselines"].keys() == {"gathered", "reload_weights"}
+    assert all(baseline["verified"] and baseline["ratio"] > 0 for baseline in row["baselines"].values())
+    assert all(len(values) == 2 for values in row["cycles"].values())
+    assert reshard.cycle_line(row["cycles"]).strip().startswith("2 cycles: wake weights + reshard + wake KV cache")
