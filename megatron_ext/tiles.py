@@ -4,6 +4,7 @@ A tile map is `dict[parameter name, list[Tile]]` of one rank. It is a pure funct
 rank), for Megatron and for vLLM alike, and the one truth that HF load, HF export, resharding and verification share.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 Slices = tuple[tuple[int, int], ...]  # one (start, stop) per dimension
@@ -47,3 +48,8 @@ def to_local(tile: Tile, hf_slices: Slices) -> Slices:
 
 def as_index(slices: Slices) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in slices)
+
+
+def local_extent(tiles: Sequence[Tile]) -> tuple[int, ...]:
+    """The shape of the local tensor that these tiles fill; without the padding behind them."""
+    return tuple(max(stop for _, stop in dim) for dim in zip(*(tile.local_slices for tile in tiles), strict=True))

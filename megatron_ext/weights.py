@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, padded_vocab_size
-from megatron_ext.tiles import Slices, Tile, TileMap, as_index
+from megatron_ext.tiles import Slices, Tile, TileMap, as_index, local_extent
 
 EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
@@ -99,6 +99,14 @@ def tile_map(hf: HFConfig, layout: Layout, rank: int, spec: str = "local") -> Ti
         elif not first:
             tiles["output_layer.weight"] = _vocabulary(hf, layout.tp, where.tp, EMBEDDING)
     return tiles
+
+
+def local_shapes(hf: HFConfig, layout: Layout, rank: int, spec: str = "local") -> dict[str, tuple[int, ...]]:
+    """The shapes of one rank's parameters, with the rows that pad the vocabulary."""
+    vocabulary = (padded_vocab_size(hf.vocab_size, layout.tp) // layout.tp, hf.hidden_size)
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    tiles = tile_map(hf, layout, rank, spec)
+    return {name: vocabulary if name in padded else local_extent(held) for name, held in tiles.items()}
 
 
 def _layer(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]], layer: int, tp: int, rank: int, spec: str) -> TileMap:

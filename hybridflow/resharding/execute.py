@@ -79,6 +79,11 @@ class Resharder:
         if before:
             before[0].finish(before[1])
 
+    def buffer_bytes(self) -> int:
+        """Memory that this rank's messages take at present, sent and received together: within the budget."""
+        storages = (message.untyped_storage() for step in self._rounds for _, message, _ in step.messages)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def release(self) -> None:
         """Free the buffers; the next run makes them again."""
         self._rounds, self._addresses = [], []
@@ -156,10 +161,10 @@ class _Round:
 
     def __init__(self):
         self.pack, self.unpack, self.local = _Copies(), _Copies(), _Copies()
-        self._messages: list[tuple[bool, Tensor, int]] = []  # outgoing, message, peer (of the group)
+        self.messages: list[tuple[bool, Tensor, int]] = []  # outgoing, message, peer (of the group)
 
     def add(self, peer: int, message: Tensor, bucket: _Bucket, tensors: Mapping[str, Tensor], outgoing: bool) -> None:
-        self._messages.append((outgoing, message, peer))
+        self.messages.append((outgoing, message, peer))
         for start, piece in bucket.blocks:
             packed = message[start : start + volume(piece.slices)].view(piece.shape)
             view = tensors[piece.name][as_index(piece.slices)]
@@ -171,7 +176,7 @@ class _Round:
     def start(self, group: dist.ProcessGroup | None) -> list[dist.Work]:
         operations = [
             dist.P2POp(dist.isend if outgoing else dist.irecv, message, group=group, group_peer=peer)
-            for outgoing, message, peer in self._messages
+            for outgoing, message, peer in self.messages
         ]
         return dist.batch_isend_irecv(operations) if operations else []
 

@@ -5,7 +5,7 @@ fewer of them than ranks, and pads the vocabulary. Pure: neither vLLM nor torch 
 """
 
 from megatron_ext.hf_config import HFConfig
-from megatron_ext.tiles import Slices, Tile, TileMap
+from megatron_ext.tiles import Slices, Tile, TileMap, local_extent
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this, whatever the tensor-parallel size
 
@@ -26,6 +26,14 @@ def tile_map(hf: HFConfig, tp: int, tp_rank: int) -> TileMap:
     if not hf.tied:
         tiles["lm_head.weight"] = _vocabulary("lm_head.weight", hf, tp, tp_rank)
     return tiles
+
+
+def local_shapes(hf: HFConfig, tp: int, tp_rank: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of one engine rank's parameters, with the rows that pad the vocabulary."""
+    vocabulary = (_padded_vocabulary(hf) // tp, hf.hidden_size)
+    padded = ("model.embed_tokens.weight", "lm_head.weight")
+    tiles = tile_map(hf, tp, tp_rank)
+    return {name: vocabulary if name in padded else local_extent(held) for name, held in tiles.items()}
 
 
 def check_tp(hf: HFConfig, tp: int) -> None:

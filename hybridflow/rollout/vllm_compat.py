@@ -4,11 +4,12 @@ Every patch says why it is there and when it can go. Nothing in here imports vLL
 process already while it is imported, so imports belong inside `preserved_process_state`.
 """
 
+import functools
 import gc
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -160,6 +161,7 @@ def _patch_cpu() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import utils
     from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
 
     # The linear layers' weights are packed for oneDNN and the plain ones emptied, so that writing a parameter would change
     # nothing. Still so in 0.32; can go when vLLM has a switch for it.
@@ -174,6 +176,23 @@ def _patch_cpu() -> None:
     # more on few cores when it isn't cached yet. It protects forks from an initialised CUDA; nothing forks here. Still so
     # in 0.32; can go when the answer is shipped with vLLM.
     registry._run_in_subprocess = lambda inspect: inspect()
+    # Processes started from here on would preload torch's OpenMP library: the loader splits the variable at spaces, so that
+    # from a path with a space each of them prints an error; and none of them computes. Still so in 0.32; can go when vLLM
+    # preloads in processes of its own only.
+    if not isinstance(CpuPlatform.__dict__["check_and_update_config"].__func__, functools.partial):
+        CpuPlatform.check_and_update_config = classmethod(
+            functools.partial(_without_preloads, original=CpuPlatform.check_and_update_config)
+        )
+
+
+def _without_preloads(cls: type, vllm_config: object, *, original: Callable) -> None:
+    """vLLM's own check of its configuration, with LD_PRELOAD as it was afterwards."""
+    preloads = os.environ.get("LD_PRELOAD")
+    original(vllm_config)
+    if preloads is None:
+        os.environ.pop("LD_PRELOAD", None)
+    else:
+        os.environ["LD_PRELOAD"] = preloads
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:

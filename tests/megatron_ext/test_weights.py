@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
-from megatron_ext.weights import WeightsError, export_hf, hf_shapes, load_hf, tile_map
+from megatron_ext.weights import WeightsError, export_hf, hf_shapes, load_hf, local_shapes, tile_map
 from tests import hf_models
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -72,6 +72,7 @@ def test_load_equals_hand_sharding(folders, family, tied, name):
             load_hf(loaded, tile_map(hf, layout, rank, spec), folder)
             for parameter, tensor in expected.items():
                 assert torch.equal(loaded[parameter], tensor), (rank, spec, parameter)
+            assert local_shapes(hf, layout, rank, spec) == {n: tuple(tensor.shape) for n, tensor in expected.items()}
 
 
 def test_shapes_are_those_of_transformers(folders):

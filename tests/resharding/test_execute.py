@@ -44,10 +44,7 @@ def scenario_small_bucket(bucket_bytes: int) -> tuple[list[str], int, int]:
     case = Case(FIELDS["qwen2 tied"], Layout(4, tp=2, pp=2), 1)
     resharder = case.resharder(bucket_bytes)
     resharder.run()
-    storages = {
-        m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for r in resharder._rounds for _, m, _ in r._messages
-    }
-    return case.wrong(), len(resharder._rounds), sum(storages.values())
+    return case.wrong(), len(resharder._rounds), resharder.buffer_bytes()
 
 
 def test_bucket_smaller_than_the_largest_tensor(worlds):

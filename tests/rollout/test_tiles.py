@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridflow.rollout.tiles import check_tp, tile_map
+from hybridflow.rollout.tiles import check_tp, local_shapes, tile_map
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.tiles import as_index
 
@@ -67,6 +67,15 @@ def test_rows_that_pad_the_vocabulary_belong_to_no_tile():
     tiles = [tile_map(QWEN2, 4, rank)["lm_head.weight"] for rank in range(4)]
     assert [[t.hf_slices[0] for t in rank] for rank in tiles] == [[(0, 32)], [(32, 64)], [(64, 70)], []]
     assert tiles[2][0].local_slices[0] == (0, 6)
+
+
+def test_local_shapes_are_what_the_engine_allocates():
+    shapes = local_shapes(QWEN2, 4, 3)  # one query head, a shared KV head, a quarter of the rest; 70 rows padded to 128
+    assert shapes["lm_head.weight"] == shapes["model.embed_tokens.weight"] == (32, 8)
+    assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (6, 8) and shapes["model.norm.weight"] == (8,)
+    assert shapes["model.layers.1.mlp.gate_up_proj.weight"] == (8, 8)
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == (8, 4)
+    assert shapes.keys() == tile_map(QWEN2, 4, 3).keys()
 
 
 def test_tied_models_have_no_output_layer():

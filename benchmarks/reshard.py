@@ -1,0 +1,215 @@
+"""The 3D-HybridEngine as a benchmark: seconds, bytes and memory of a resharding, against the bound and the field's way.
+
+    torchrun --nproc-per-node 4 benchmarks/reshard.py --model configs/models/qwen2_180m.json --tp 2 --pp 2 --rollout-tp 1
+    torchrun --nproc-per-node 4 benchmarks/reshard.py --model configs/models/qwen2_180m.json --sweep \\
+        --out benchmarks/results/reshard_cpu.json
+    torchrun --nproc-per-node gpu benchmarks/reshard.py --model configs/models/qwen2_7b.json --sweep --engine --cycles 20 \\
+        --bucket-mb 1024 --out benchmarks/results/reshard_gpu.json
+
+Random weights of the model's shapes, on GPUs where there are any, else on the CPU over gloo. The destination is plain tensors
+of vLLM's shapes, or with --engine the parameters of a vLLM engine in these processes. Baselines in the same run: `gathered`
+(each tensor broadcast over PP and all-gathered over TP, every rank copying its slice) and with --engine `reload_weights` (the
+same stream through vLLM's own loader). Every result is verified bit by bit; exit status 1 if one is wrong. `--sweep` goes
+through the layouts of benchmarks/layouts/RANKS.txt; `--out X.json` also draws X.png.
+"""
+
+import argparse
+import gc
+import json
+import os
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks import record  # noqa: E402
+from benchmarks.bandwidth import Bandwidths, bandwidths  # noqa: E402
+from benchmarks.reshard_case import Case, Engines, Settings  # noqa: E402
+from hybridflow.rollout.tiles import check_tp  # noqa: E402
+from megatron_ext import device  # noqa: E402
+from megatron_ext.hf_config import HFConfig  # noqa: E402
+from megatron_ext.layout import Layout  # noqa: E402
+
+Pair = tuple[Layout, int]  # training layout, rollout TP
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    fields = json.loads(Path(arguments.model).read_text())
+    hf = HFConfig.from_dict(fields, arguments.model)
+    pairs = read_sweep(arguments.sweep, world) if arguments.sweep else [pair_of(arguments, world)]
+    for layout, rollout_tp in pairs:
+        layout.stage_layers(hf.num_layers)
+        check_tp(hf, rollout_tp)
+    join_world()
+    settings = Settings(
+        hf=hf,
+        dtype=getattr(torch, arguments.dtype),
+        bucket_bytes=arguments.bucket_mb << 20,
+        repeat=arguments.repeat,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        bandwidths=bandwidths(),
+        cycles=arguments.cycles,
+    )
+    engines = Engines(fields, hf, settings.dtype) if arguments.engine else None
+    rows: list[dict[str, Any]] = []
+    for layout, rollout_tp in pairs:
+        rows.append(Case(settings, layout, rollout_tp, engines and engines.get(rollout_tp)).measure())
+        release_memory()
+        if dist.get_rank() == 0:
+            report(arguments, fields, settings.bandwidths, rows)
+    if engines:
+        engines.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if all(row["verified"] and all(b["verified"] for b in row["baselines"].values()) for row in rows) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--model", required=True, metavar="FILE", help="a config.json in HF format")
+    for name in ("tp", "pp", "vpp", "rollout-tp"):
+        result.add_argument(f"--{name}", type=int, default=1)
+    layouts = ROOT / "benchmarks" / "layouts" / f"{os.environ.get('WORLD_SIZE', 1)}.txt"
+    result.add_argument("--sweep", type=Path, nargs="?", const=layouts, metavar="FILE", help=f"default: {_short(layouts)}")
+    result.add_argument("--engine", action="store_true", help="write into a vLLM engine's parameters")
+    result.add_argument("--cycles", type=int, default=0, help="with --engine: rounds of sleep, wake, reshard, wake")
+    result.add_argument("--bucket-mb", type=int, default=256)
+    result.add_argument("--repeat", type=int, default=10)
+    result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    result.add_argument("--out", type=Path, metavar="FILE.json")
+    return result
+
+
+def pair_of(arguments: argparse.Namespace, world: int) -> Pair:
+    return _layout({"TP": arguments.tp, "PP": arguments.pp, "VPP": arguments.vpp}, world, "the options"), arguments.rollout_tp
+
+
+def read_sweep(file: Path, world: int) -> list[Pair]:
+    """Lines such as `TP2 PP2 VPP2 -> TP1`; a DP says how many ranks the line is for. `#` starts a comment."""
+    pairs = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        text, where = line.partition("#")[0].strip(), f"{file}:{number}"
+        if not text:
+            continue
+        match = re.fullmatch(r"((?:(?:TP|PP|VPP|DP)\d+\s+)+)->\s*TP(\d+)", text)
+        if not match:
+            raise ValueError(f"{where}: {text!r} is not of the form `TP2 PP2 VPP1 DP1 -> TP1`")
+        sizes = {name: int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", match[1])}
+        pairs.append((_layout(sizes, world, where), int(match[2])))
+    return pairs
+
+
+def _layout(sizes: dict[str, int], world: int, where: str) -> Layout:
+    layout = Layout(world, tp=sizes.get("TP", 1), pp=sizes.get("PP", 1), vpp=sizes.get("VPP", 1))
+    dp = sizes.get("DP", max(1, layout.dp))
+    if layout.tp * layout.pp * dp != world:
+        raise ValueError(f"{where}: TP{layout.tp} x PP{layout.pp} x DP{dp} does not make up {world} ranks")
+    return layout
+
+
+def join_world() -> None:
+    """As the trainer does, without its imports: no Megatron is needed here."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    on_gpu = {"device_id": device.current()} if torch.cuda.is_available() else {}
+    dist.init_process_group(device.backend(), **on_gpu)
+
+
+def release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def report(arguments: argparse.Namespace, fields: dict[str, Any], known: Bandwidths, rows: list[dict[str, Any]]) -> None:
+    """After every row, so that nothing is lost when a later one fails."""
+    if len(rows) == 1:
+        wire = f"{known.wire / 1e9:.2f} GB/s" if known.wire else "none"
+        print(f"bandwidths ({known.origin}): wire {wire}, memory {known.memory / 1e9:.2f} GB/s")
+        print(HEADER)
+    print(table_line(rows[-1]), flush=True)
+    if "cycles" in rows[-1]:
+        print(cycle_line(rows[-1]["cycles"]), flush=True)
+    if arguments.out:
+        options = {name: _short(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        results = {"bandwidths": known._asdict(), "rows": rows}
+        record.write(arguments.out, {**options, "model_fields": fields}, results)
+        draw(rows, arguments.out.with_suffix(".png"), f"{Path(arguments.model).stem}, {arguments.dtype}")
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+HEADER = (
+    f"{'training':>16} -> {'rollout':<7}|{'median ms':>9}{'best ms':>9}{'bound ms':>9}{'fraction':>9} |"
+    f"{'in MB':>9}{'least MB':>9}{'local MB':>9}{'extra MB':>9} | baselines: median ms (ratio, in MB, extra MB) | verified"
+)
+
+
+def table_line(row: dict[str, Any]) -> str:
+    def milliseconds(seconds: float) -> str:
+        return f"{seconds * 1e3:.1f}"
+
+    def megabytes(size: int) -> str:
+        return f"{size / 1e6:.1f}"
+
+    times = [milliseconds(t) for t in (row["seconds"]["median"], row["seconds"]["best"], row["bound_seconds"])]
+    times.append(f"{row['wire_bound_fraction']:.2f}")
+    sizes = [megabytes(row[name]) for name in ("bytes_received", "least_bytes_received", "bytes_local", "extra_peak_bytes")]
+    baselines = ", ".join(
+        f"{name} {milliseconds(b['seconds']['median'])} "
+        f"(x{b['ratio']:.2f}, {megabytes(b['bytes_received'])}, {megabytes(b['extra_peak_bytes'])})"
+        for name, b in row["baselines"].items()
+    )
+    checks = [row["verified"], *(b["verified"] for b in row["baselines"].values())]
+    columns = [f"{row['training']:>16} -> {row['rollout']:<7}|", *(f"{text:>9}" for text in times), " |"]
+    columns += [f"{text:>9}" for text in sizes]
+    return f"{''.join(columns)} | {baselines} | {'all' if all(checks) else f'NO: {checks}'}"
+
+
+def cycle_line(cycles: dict[str, list[float]]) -> str:
+    awake = [sum(times) for times in zip(*(cycles[n] for n in ("wake_weights", "reshard", "wake_kv_cache")), strict=True)]
+    memory = cycles["memory_bytes"]
+    return (
+        f"{'':>16}    {len(awake)} cycles: wake weights + reshard + wake KV cache {statistics.median(awake) * 1e3:.1f} ms "
+        f"(at most {max(awake) * 1e3:.1f}), memory in use after the 3rd {memory[min(2, len(memory) - 1)] / 2**30:.2f} GiB, "
+        f"after the last {memory[-1] / 2**30:.2f} GiB"
+    )
+
+
+def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Bars of the median by layout: the bound, ours, the baselines."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    series = {"bound": [row["bound_seconds"] * 1e3 for row in rows], "ours": [row["seconds"]["median"] * 1e3 for row in rows]}
+    for name in rows[0]["baselines"]:
+        series[name] = [row["baselines"][name]["seconds"]["median"] * 1e3 for row in rows]
+    figure = Figure(figsize=(max(6, 1.6 * len(rows)), 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        at = [index + (number - (len(series) - 1) / 2) * width for index in range(len(rows))]
+        labels = [f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values]
+        axes.bar_label(axes.bar(at, values, width, label=name), labels, fontsize=6)
+    axes.set_xticks(range(len(rows)), [f"{row['training']}\n→ {row['rollout']}" for row in rows], fontsize=8)
+    axes.set(ylabel="milliseconds (median)", title=f"resharding {title}, {rows[0]['ranks']} ranks")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""One resharding with random weights: ours and the baselines into the same destination, timed, verified and accounted for."""
+
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.bandwidth import Bandwidths, seconds_of
+from benchmarks.gathered import GatheredCopy, GatheredStream
+from hybridflow.resharding.execute import Resharder
+from hybridflow.resharding.plan import Plan, make_plan
+from hybridflow.resharding.verify import ReshardingMismatch, verify
+from hybridflow.rollout import tiles as rollout
+from hybridflow.rollout import vllm_compat
+from hybridflow.rollout.engine import Engine
+from megatron_ext import device, weights
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.layout import Layout
+from megatron_ext.tiles import TileMap, as_index
+
+ENGINE_ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8}
+ENGINE_BYTES = 16 << 30  # of a GPU for the engine beyond its weights: activations and a small KV cache
+ENGINE_SHARE_ON_CPU = 0.1  # of the host's memory, for the KV caches
+POISON = -7.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    hf: HFConfig
+    dtype: torch.dtype
+    bucket_bytes: int
+    repeat: int
+    ranks_per_node: int
+    bandwidths: Bandwidths
+    cycles: int = 0
+
+
+class Engines:
+    """The vLLM engine in this process, kept as long as the next case wants the same TP. Collective."""
+
+    def __init__(self, fields: dict[str, Any], hf: HFConfig, dtype: torch.dtype):
+        self._folder, self._hf, self._itemsize = tempfile.TemporaryDirectory(), hf, dtype.itemsize
+        (Path(self._folder.name) / "config.json").write_text(json.dumps(fields))
+        self._dtype = str(dtype).removeprefix("torch.")
+        self._tp, self._engine = 0, None
+
+    def get(self, tp: int) -> Engine:
+        if tp != self._tp:
+            self.close()
+            engine = Engine(self._folder.name, tp, self._dtype, 256, self._memory_share(tp), engine_args=ENGINE_ARGUMENTS)
+            self._tp, self._engine = tp, engine
+        return self._engine
+
+    def _memory_share(self, tp: int) -> float:
+        if not torch.cuda.is_available():
+            return ENGINE_SHARE_ON_CPU
+        shapes = rollout.local_shapes(self._hf, tp, 0).values()
+        needed = self._itemsize * sum(torch.Size(shape).numel() for shape in shapes) + ENGINE_BYTES
+        return needed / torch.cuda.mem_get_info()[1]
+
+    def close(self) -> None:
+        if self._engine:
+            self._engine.close()
+        self._tp, self._engine = 0, None
+
+
+class Case:
+    """Both sides of one pair of layouts on this rank, and what is done with them. Building and every method is collective."""
+
+    def __init__(self, settings: Settings, layout: Layout, rollout_tp: int, engine: Engine | None = None):
+        self.settings, self.layout, self.rollout_tp, self.engine = settings, layout, rollout_tp, engine
+        self._rank, ranks = dist.get_rank(), range(layout.world_size)
+        hf = settings.hf
+        self.source_tiles = [weights.tile_map(hf, layout, rank) for rank in ranks]
+        self.destination_tiles = [rollout.tile_map(hf, rollout_tp, rank % rollout_tp) for rank in ranks]
+        self.source = _empty(weights.local_shapes(hf, layout, self._rank), settings.dtype)
+        fill(self.source, self.source_tiles[self._rank], weights.hf_shapes(hf))
+        if engine is None:
+            self.destination = _empty(rollout.local_shapes(hf, rollout_tp, self._rank % rollout_tp), settings.dtype)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The rollout's. An engine is asked anew, as its own loader may have replaced what it had."""
+        if self.engine is None:
+            return self.destination
+        return {name: tensor.detach() for name, tensor in vllm_compat.model(self.engine._llm).named_parameters()}
+
+    def measure(self) -> dict[str, Any]:
+        """All figures of one row; bytes are the most of any rank, seconds the slowest rank's."""
+        started = time.perf_counter()
+        sides = self.source_tiles, self.destination_tiles
+        plan = make_plan(self._rank, *sides, self.settings.dtype.itemsize, self.settings.ranks_per_node)
+        planned = _most(time.perf_counter() - started)
+        resharder = Resharder(plan, self.source, self.parameters(), self.settings.bucket_bytes)
+        stream = GatheredStream(self.settings.hf, self.layout, self.source, self.settings.dtype)
+        copies = GatheredCopy(stream, self.destination_tiles[self._rank], self.parameters())
+        actions = {"ours": resharder.run, "gathered": copies.run}
+        if self.engine:
+            actions["reload_weights"] = lambda: self._reload(stream)
+        row = {
+            "training": self.layout.describe() if self.layout.world_size > 1 else "TP1",
+            "rollout": f"TP{self.rollout_tp}",
+            "ranks": self.layout.world_size,
+            "plan_seconds": planned,
+            **self._sizes(plan),
+        }
+        first = {name: self._first(action, resharder if name == "ours" else stream) for name, action in actions.items()}
+        if self.engine and self.settings.cycles:
+            row["cycles"] = self._cycles(resharder)
+        seconds = _seconds_in_turn(actions, self.settings.repeat)
+        median = seconds["ours"]["median"]
+        row |= {**first.pop("ours"), "seconds": seconds["ours"], "wire_bound_fraction": row["bound_seconds"] / median}
+        row["baselines"] = {
+            name: {
+                **figures,
+                "seconds": seconds[name],
+                "bytes_received": int(_most(stream.received_bytes)),
+                "ratio": seconds[name]["median"] / median,
+            }
+            for name, figures in first.items()
+        }
+        return row
+
+    def _sizes(self, plan: Plan) -> dict[str, float]:
+        bandwidths = self.settings.bandwidths
+        tiles = (tile for tile_map in self.destination_tiles for held in tile_map.values() for tile in held)
+        return {
+            "bytes_received": max(plan.received_bytes),
+            "bytes_local": max(plan.local_bytes),
+            "least_bytes_received": max(plan.least_received_bytes),
+            "bytes_received_all_ranks": sum(plan.received_bytes),
+            "bytes_local_all_ranks": sum(plan.local_bytes),
+            "bytes_rollout_all_ranks": plan.itemsize * sum(tile.numel for tile in tiles),
+            "bound_seconds": plan.bound_seconds(bandwidths.wire or math.inf, bandwidths.memory),
+        }
+
+    def _reload(self, stream: GatheredStream) -> None:
+        self.engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
+
+    def _first(self, action: Callable[[], None], buffers: Resharder | GatheredStream) -> dict[str, Any]:
+        """Memory and correctness of a first call, into parameters that hold garbage."""
+        for tensor in self.parameters().values():
+            tensor.fill_(POISON)
+        return {"extra_peak_bytes": _extra_memory(action, buffers), "verified": self.verified()}
+
+    def verified(self) -> bool:
+        """What the product's own check says; a mismatch is printed, as the other figures are worth having all the same."""
+        names = f"training {self.layout.describe()}", f"rollout TP{self.rollout_tp}"
+        shapes = weights.hf_shapes(self.settings.hf)
+        try:
+            verify(self.source_tiles, self.source, self.destination_tiles, self.parameters(), shapes=shapes, layouts=names)
+        except ReshardingMismatch as mismatch:
+            if self._rank == 0:
+                print(f"MISMATCH: {mismatch}", flush=True)
+            return False
+        return True
+
+    def _cycles(self, resharder: Resharder) -> dict[str, list[float]]:
+        """Sleep, wake the weights, reshard, wake the KV cache, over and over: seconds of each, and device memory afterwards."""
+        steps = {
+            "sleep": self.engine.sleep,
+            "wake_weights": self.engine.wake_weights,
+            "reshard": resharder.run,
+            "wake_kv_cache": self.engine.wake_kv_cache,
+        }
+        results: dict[str, list[float]] = {name: [] for name in (*steps, "memory_bytes")}
+        for _ in range(self.settings.cycles):
+            for name, step in steps.items():
+                results[name] += seconds_of(step, 1, warm_up=0)
+            self.engine.weights_changed()
+            results["memory_bytes"].append(_most(device.memory_in_use()))
+        return results
+
+
+def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype, device=device.current()) for name, shape in shapes.items()}
+
+
+def fill(parameters: Mapping[str, Tensor], tiles: TileMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Random values that depend on the HF tensor alone, so that all ranks that hold a rectangle hold the same."""
+    by_tensor: dict[str, list] = {}
+    for name, held in tiles.items():
+        for tile in held:
+            by_tensor.setdefault(tile.hf_name, []).append((parameters[name][as_index(tile.local_slices)], tile))
+    for number, (hf_name, shape) in enumerate(shapes.items()):
+        if hf_name not in by_tensor:
+            continue
+        generator = torch.Generator(device.current()).manual_seed(number)
+        dtype = next(iter(parameters.values())).dtype
+        whole = torch.randn(shape, generator=generator, dtype=dtype, device=device.current())
+        for view, tile in by_tensor[hf_name]:
+            view.copy_(whole[as_index(tile.hf_slices)])
+
+
+def _seconds_in_turn(actions: Mapping[str, Callable[[], None]], repeat: int) -> dict[str, dict[str, Any]]:
+    """Each action in every round, so that what else the machine does hits all of them; one round of warm-up."""
+    rounds = [{name: seconds_of(action, 1, warm_up=0)[0] for name, action in actions.items()} for _ in range(repeat + 1)]
+    results = {}
+    for name in actions:
+        seconds = [times[name] for times in rounds[1:]]
+        results[name] = {"median": statistics.median(seconds), "best": min(seconds), "all": seconds}
+    return results
+
+
+def _extra_memory(action: Callable[[], None], buffers: Resharder | GatheredStream) -> int:
+    """The most that `action` takes beyond what is there: torch's own count on CUDA, the size of the buffers elsewhere."""
+    if device.current().type != "cuda":
+        action()
+        return int(_most(buffers.buffer_bytes()))
+    device.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    device.synchronize()
+    return int(_most(torch.cuda.max_memory_allocated() - before))
+
+
+def _most(value: float) -> float:
+    """The largest of any rank."""
+    tensor = torch.tensor(float(value), dtype=torch.float64, device=device.current())
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()

@@ -1,0 +1,177 @@
+"""The resharding benchmark over four gloo ranks: ours and the field's way leave the same weights, and the figures add up."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import reshard
+from benchmarks.bandwidth import Bandwidths, bandwidths
+from benchmarks.gathered import GatheredCopy, GatheredStream
+from benchmarks.reshard_case import Case, Engines, Settings
+from hybridflow.resharding.execute import Resharder
+from hybridflow.resharding.plan import make_plan
+from megatron_ext import weights
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.layout import Layout
+from megatron_ext.tiles import as_index
+from tests import hf_models
+
+FIELDS = {
+    "qwen2 tied": hf_models.config("qwen2", True),
+    "llama untied": hf_models.config("llama", False, 300),
+    "qwen3 replicated": hf_models.config("qwen3", True, 300, num_key_value_heads=2),
+}
+PAIRS = [
+    (Layout(4, tp=2, pp=2), 1),
+    (Layout(4, tp=2, pp=2), 4),
+    (Layout(4, tp=4), 2),
+    (Layout(4, pp=2, vpp=2), 2),
+    (Layout(4, pp=4), 2),
+    (Layout(4), 4),
+]
+pytestmark = pytest.mark.timeout(240)
+
+
+def settings(fields: dict, dtype: torch.dtype = torch.float32, repeat: int = 2) -> Settings:
+    known = Bandwidths(1e9, 10e9, "made up")
+    return Settings(HFConfig.from_dict(fields), dtype, 1 << 16, repeat, ranks_per_node=4, bandwidths=known)
+
+
+def scenario_same_weights(fields: dict) -> list[str]:
+    """Where ours, the field's way and the HF tensors differ on this rank."""
+    problems = []
+    for layout, rollout_tp in PAIRS:
+        case = Case(settings(fields), layout, rollout_tp)
+        rank, hf = dist.get_rank(), case.settings.hf
+        Resharder(make_plan(rank, case.source_tiles, case.destination_tiles, 4, 4), case.source, case.destination).run()
+        ours = {name: tensor.clone() for name, tensor in case.destination.items()}
+        for tensor in case.destination.values():
+            tensor.zero_()
+        stream = GatheredStream(hf, layout, case.source, torch.float32)
+        GatheredCopy(stream, case.destination_tiles[rank], case.destination).run()
+        where = f"{layout.describe()} -> TP{rollout_tp}"
+        problems += [f"{where}: {name}" for name in ours if not torch.equal(ours[name], case.destination[name])]
+        whole = dict(stream)
+        if {name: tuple(tensor.shape) for name, tensor in whole.items()} != weights.hf_shapes(hf):
+            problems.append(f"{where}: the stream's tensors are not the model's")
+        for name, held in case.destination_tiles[rank].items():
+            parts = [(tile, whole[tile.hf_name][as_index(tile.hf_slices)]) for tile in held]
+            if not all(torch.equal(ours[name][as_index(tile.local_slices)], part) for tile, part in parts):
+                problems.append(f"{where}: {name} is not what the HF tensors say")
+    return problems
+
+
+@pytest.mark.parametrize("model", FIELDS)
+def test_ours_and_the_fields_way_leave_the_same_weights(worlds, model):
+    assert worlds(4).run(scenario_same_weights, FIELDS[model]) == [[]] * 4
+
+
+def scenario_measure(fields: dict, layout: Layout, rollout_tp: int) -> dict:
+    return Case(settings(fields, torch.bfloat16), layout, rollout_tp).measure()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=[f"{layout.describe()} -> TP{tp}".replace(" ", "") for layout, tp in PAIRS])
+def test_figures_add_up(worlds, pair):
+    rows = worlds(4).run(scenario_measure, FIELDS["llama untied"], *pair)
+    assert all(row == rows[0] for row in rows)  # every rank knows the slowest, not only its own
+    row = rows[0]
+    assert row["verified"] and row["baselines"]["gathered"]["verified"]
+    assert row["bytes_received_all_ranks"] + row["bytes_local_all_ranks"] == row["bytes_rollout_all_ranks"]
+    assert row["least_bytes_received"] <= row["bytes_received"] <= row["bytes_received_all_ranks"]
+    assert row["extra_peak_bytes"] <= 1 << 16 and len(row["seconds"]["all"]) == 2
+    assert row["wire_bound_fraction"] == pytest.approx(row["bound_seconds"] / row["seconds"]["median"])
+    gathered = row["baselines"]["gathered"]
+    assert gathered["ratio"] == pytest.approx(gathered["seconds"]["median"] / row["seconds"]["median"])
+    assert row["seconds"]["best"] <= row["seconds"]["median"] <= max(row["seconds"]["all"])
+
+
+def test_the_fields_way_receives_the_model_but_what_a_rank_has(worlds):
+    """PP: all stages but the own; TP: every sharded tensor but the own share (131 rows are padded to 256 then)."""
+    hf = HFConfig.from_dict(FIELDS["llama untied"])
+    sizes = {name: 2 * torch.Size(shape).numel() for name, shape in weights.hf_shapes(hf).items()}
+    layers = {stage: sum(s for n, s in sizes.items() if f"layers.{stage}." in n) for stage in range(4)}
+    padding = 2 * 2 * hf.hidden_size * (320 - 300)  # the embedding and the output layer, to 64 rows
+    lightest = min(layers[1], layers[2])  # stages without embedding and output layer receive most
+    row = worlds(4).run(scenario_measure, FIELDS["llama untied"], Layout(4, pp=4), 1)[0]
+    assert row["baselines"]["gathered"]["bytes_received"] == sum(sizes.values()) + padding - lightest
+    row = worlds(4).run(scenario_measure, FIELDS["llama untied"], Layout(4, tp=4), 1)[0]
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    padding = 2 * 2 * hf.hidden_size * (512 - 300)  # to 64 rows on each of 4 ranks
+    assert row["baselines"]["gathered"]["bytes_received"] == (sum(sizes.values()) + padding - norms) * 3 // 4
+
+
+def scenario_bandwidths() -> tuple:
+    return tuple(bandwidths())
+
+
+def test_bandwidths_are_measured_where_no_gpu_is_known(worlds):
+    measured = worlds(4).run(scenario_bandwidths)
+    assert all(m == measured[0] for m in measured)
+    assert 1e6 < measured[0][0] < 1e12 and 1e6 < measured[0][1] < 1e13
+
+
+def test_report_writes_json_and_a_picture(worlds, tmp_path, capsys):
+    rows = [worlds(4).run(scenario_measure, FIELDS["qwen2 tied"], *pair)[0] for pair in PAIRS[:2]]
+    out = tmp_path / "results" / "tiny.json"
+    arguments = reshard.parser().parse_args(["--model", "tiny.json", "--out", str(out)])
+    reshard.report(arguments, FIELDS["qwen2 tied"], Bandwidths(1e9, 1e10, "made up"), rows)
+    record = json.loads(out.read_text())
+    assert record.keys() == {"config", "hardware", "versions", "commit", "results"}
+    assert record["results"]["rows"] == json.loads(json.dumps(rows)) and record["config"]["repeat"] == 10
+    assert out.with_suffix(".png").stat().st_size > 1000
+    rows[0]["verified"] = False
+    reshard.report(arguments, FIELDS["qwen2 tied"], Bandwidths(1e9, 1e10, "made up"), rows[:1])
+    assert "TP2 x PP2 -> TP1" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_sweep_files(tmp_path):
+    file = tmp_path / "layouts.txt"
+    file.write_text("# a comment\n\nTP2 PP2 -> TP1   # another\nPP2 VPP2 DP2 -> TP4\nDP4 -> TP1\n")
+    assert reshard.read_sweep(file, 4) == [(Layout(4, tp=2, pp=2), 1), (Layout(4, pp=2, vpp=2), 4), (Layout(4), 1)]
+    with pytest.raises(ValueError, match=r"layouts.txt:3: TP2 x PP2 x DP1 does not make up 2 ranks"):
+        reshard.read_sweep(file, 2)
+    file.write_text("TP2 = TP1\n")
+    with pytest.raises(ValueError, match=r"layouts.txt:1: 'TP2 = TP1' is not of the form `TP2 PP2"):
+        reshard.read_sweep(file, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shipped_sweeps_fit_their_models(ranks):
+    folder = reshard.ROOT / "benchmarks" / "layouts"
+    file = folder / f"{ranks}.txt"
+    for model in ("tiny", "qwen2_180m", "qwen2_7b", "qwen2_32b"):
+        path = reshard.ROOT / "configs" / "models" / f"{model}.json"
+        hf = HFConfig.from_dict(json.loads(path.read_text()), str(path))
+        for layout, rollout_tp in reshard.read_sweep(file, ranks):
+            layout.stage_layers(hf.num_layers)
+            reshard.check_tp(hf, rollout_tp)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("smollm2_135m", 0.1345), ("qwen2_7b", 7.616), ("qwen2_32b", 32.76), ("qwen2_180m", 0.178)]
+)
+def test_model_shapes_have_the_size_that_their_name_says(name, billions):
+    path = reshard.ROOT / "configs" / "models" / f"{name}.json"
+    shapes = weights.hf_shapes(HFConfig.from_dict(json.loads(path.read_text()), str(path)))
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def scenario_engine(fields: dict) -> dict:
+    """PP2 -> TP2 into a real engine, with sleep and wake in between."""
+    known = replace(settings(fields, torch.bfloat16, repeat=1), cycles=2)
+    engines = Engines(fields, known.hf, torch.bfloat16)
+    row = Case(known, Layout(2, pp=2), 2, engines.get(2)).measure()
+    engines.close()
+    return row
+
+
+def test_with_an_engine_its_own_loader_is_a_baseline_too(worlds):
+    fields = json.loads((reshard.ROOT / "configs" / "models" / "tiny.json").read_text())
+    row = worlds(2, "benchmark").run(scenario_engine, fields)[0]
+    assert row["verified"] and row["baselines"].keys() == {"gathered", "reload_weights"}
+    assert all(baseline["verified"] and baseline["ratio"] > 0 for baseline in row["baselines"].values())
+    assert all(len(values) == 2 for values in row["cycles"].values())
+    assert reshard.cycle_line(row["cycles"]).strip().startswith("2 cycles: wake weights + reshard + wake KV cache")
