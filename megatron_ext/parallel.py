@@ -78,10 +78,6 @@ class ParallelState:
         return self._groups["_TENSOR_MODEL_PARALLEL_GROUP"]
 
     @property
-    def pp_group(self) -> dist.ProcessGroup:
-        return self._groups["_PIPELINE_MODEL_PARALLEL_GROUP"]
-
-    @property
     def dp_group(self) -> dist.ProcessGroup:
         """The data-parallel group, context-parallel ranks included: over it losses and token counts add up."""
         return self._groups["_DATA_PARALLEL_GROUP_WITH_CP"]

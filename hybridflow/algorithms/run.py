@@ -1,5 +1,6 @@
 """A run as an algorithm sees it: verbs over roles, data and rewards. Each verb measures itself into the step's metrics."""
 
+import dataclasses
 import random
 
 import torch
@@ -19,6 +20,7 @@ from hybridflow.rollout.engine import Sampling
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
+_OF_THE_STEP = ("grad_norm", "lr", "skipped")  # what an update reports once, the same on every rank; the rest are sums
 
 
 def per_token(values: Tensor, samples: Batch) -> list[Tensor]:
@@ -223,8 +225,8 @@ class Run:
     def start_training(self, optimizer: OptimizerConfig | None = None) -> None:
         """Begin with a fresh optimizer: the actor's own, or another phase's."""
         chosen = optimizer or self.config.roles.actor.optimizer
-        settings = OptimizerSettings(**{**vars_of(chosen), "betas": tuple(chosen.betas)})
-        self.actor.start_training(settings).result()
+        settings = dataclasses.asdict(chosen) | {"betas": tuple(chosen.betas)}
+        self.actor.start_training(OptimizerSettings(**settings)).result()
 
     def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
         """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""
@@ -236,7 +238,7 @@ class Run:
             self._log_mismatch(sums, batch)
         self.throughput.update(batch)
         numbers = means({name: value for name, value in sums.items() if not name.startswith("mismatch")})
-        numbers |= {name: shards[0][name] for name in ("grad_norm", "lr", "skipped")}
+        numbers |= {name: shards[0][name] for name in _OF_THE_STEP}
         if numbers["skipped"]:
             self.recorder.line(f"warning: update skipped, its gradient's norm is {numbers['grad_norm']}: nothing was changed")
         self._updates.append(numbers)
@@ -268,7 +270,7 @@ class Run:
 
 def merge_sums(shards: list[dict[str, float]]) -> dict[str, float]:
     """Metric sums of the data-parallel ranks added up; names ending in `_max` by their maximum."""
-    merge = {name: max if name.endswith("_max") else sum for name in shards[0] if name not in ("grad_norm", "lr", "skipped")}
+    merge = {name: max if name.endswith("_max") else sum for name in shards[0] if name not in _OF_THE_STEP}
     return {name: how(shard[name] for shard in shards) for name, how in merge.items()}
 
 
@@ -291,7 +293,3 @@ def _by_phase(memory: dict[str, int]) -> dict[str, int]:
         phase = _PHASES.get(call, call)
         found[phase] = max(found.get(phase, 0), size)
     return found
-
-
-def vars_of(section: object) -> dict:
-    return {name: getattr(section, name) for name in OptimizerSettings.__dataclass_fields__}

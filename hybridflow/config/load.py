@@ -6,7 +6,7 @@ config = load("configs/quickstart.yaml", ["run.steps=10", "roles.actor.optimizer
 import copy
 import difflib
 import types
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -43,10 +43,6 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
 def save(config: Config, path: str | Path) -> None:
     """Write the resolved configuration as YAML, such that `load` gives it back."""
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    return asdict(config)
 
 
 def _read(path: str | Path) -> DictConfig:
