@@ -4,7 +4,8 @@ Storages shrink to nothing and grow again: every view of them (parameters, gradi
 only its address may change. What a storage held is copied to the host before (`HostMemory`), or made again afterwards.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -91,6 +92,11 @@ def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 def is_empty(tensor: Tensor) -> bool:
     """Whether the tensor's memory is away: it must not be touched."""
     return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def weights_are_away(parameters: Mapping[str, Tensor]) -> bool:
+    """Whether a model's weights have left the device; they go all together, so the first one tells."""
+    return any(is_empty(parameter) for parameter in itertools.islice(parameters.values(), 1))
 
 
 class TrainingMemory:
