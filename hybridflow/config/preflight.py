@@ -6,6 +6,7 @@ cheapest to the dearest.
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     _check_not_yet(config)
     _check_numbers(config)
     _check_cluster(config)
+    _check_offload(config)
     _check_algorithm(config)
     models = {role: _read_model(config, role) for role in config.megatron_roles()}
     for role, hf in models.items():
@@ -133,6 +135,23 @@ def check_devices(config: Config) -> str:
     return device
 
 
+def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) -> str:
+    """What the job keeps on a GPU in each stage of a step, as text; empty where the roles live on a CPU. Imports torch.
+
+    Raises:
+        ConfigError: it surely runs out of memory, on the GPU or, with what is offloaded, on the host.
+    """
+    if device == "cpu":
+        return ""
+    import psutil
+
+    from hybridflow.planner.memory import check_fits, gpu_total, memory_plan
+
+    plan = memory_plan(config, models, gpu_total())
+    check_fits(config, models, plan, psutil.virtual_memory().total)
+    return plan.render()
+
+
 def _check_not_yet(config: Config) -> None:
     if config.cluster.launcher == "ray":
         raise ConfigError("cluster.launcher=ray is not supported yet: use torchrun")
@@ -145,8 +164,6 @@ def _check_not_yet(config: Config) -> None:
         for key in ("cp", "ep", "etp"):
             if getattr(role, key) > 1:
                 raise ConfigError(f"roles.{name}.{key}={getattr(role, key)} is not supported yet: use 1")
-        if role.offload:
-            raise ConfigError(f"roles.{name}.offload={role.offload} is not supported yet: use []")
     if config.roles.rollout.expert_parallel:
         raise ConfigError("roles.rollout.expert_parallel=true is not supported yet: use false")
     if config.run.save_every:
@@ -238,6 +255,28 @@ def _check_cluster(config: Config) -> None:
     if ranks % tp:
         divisors = _either([n for n in range(1, ranks + 1) if ranks % n == 0])
         raise ConfigError(f"roles.rollout.tp={tp} does not divide cluster.ranks_per_node={ranks}: use {divisors}")
+
+
+def _check_offload(config: Config) -> None:
+    for name, role in config.megatron_roles().items():
+        has = ("params", "grads", "optimizer") if name == "actor" else ("params",)
+        for what in role.offload:
+            if what not in has:
+                reason = "is never trained: use [params]" if what in ("grads", "optimizer") else f"has {', '.join(has)}"
+                raise ConfigError(f"roles.{name}.offload={role.offload}: {what!r} cannot be offloaded, the {name} {reason}")
+    actor = config.roles.actor
+    if actor.release_weights != "always":
+        return
+    if config.dtype("actor") == "float32":
+        raise ConfigError(
+            "roles.actor.release_weights=always rebuilds 16-bit weights from float32 masters, but with dtype=float32 the"
+            " weights are the masters: use roles.actor.offload=[params], or bfloat16"
+        )
+    if "params" in actor.offload:
+        raise ConfigError(
+            f"roles.actor.offload={actor.offload} copies the weights that roles.actor.release_weights=always rebuilds:"
+            " leave out params, or use release_weights=never"
+        )
 
 
 def _check_algorithm(config: Config) -> None:

@@ -46,6 +46,8 @@ def test_passes(tmp_path, model):
         ["roles.actor.ranks=[0,1,2,3]"],
         ["batch.mini_batches=3"],  # 32 samples: 11, 11 and 10
         ["algorithm.kl_coefficient=0.1"],
+        ["algorithm.kl_coefficient=0.1", "roles.actor.offload=[params,grads,optimizer]"],  # the reference has params only
+        ["roles.actor={tp: 2, release_weights: always, offload: [optimizer]}", "model.dtype=bfloat16"],
     ],
 )
 def test_passes_with(tmp_path, model, overrides):
@@ -165,6 +167,25 @@ def test_passes_with(tmp_path, model, overrides):
             ["roles.actor.micro_batch_tokens=100"],
             "roles.actor.micro_batch_tokens=100 does not hold one sequence: sampling.max_prompt_tokens=128 +"
             " sampling.max_response_tokens=64 = 192: use at least 192",
+        ),
+        (
+            ["roles.actor.offload=[weights]"],
+            "roles.actor.offload=['weights']: 'weights' cannot be offloaded, the actor has params, grads, optimizer",
+        ),
+        (
+            ["roles.reference.offload=[params,optimizer]"],
+            "roles.reference.offload=['params', 'optimizer']: 'optimizer' cannot be offloaded, the reference is never trained:"
+            " use [params]",
+        ),
+        (
+            ["roles.actor.release_weights=always"],
+            "roles.actor.release_weights=always rebuilds 16-bit weights from float32 masters, but with dtype=float32 the"
+            " weights are the masters: use roles.actor.offload=[params], or bfloat16",
+        ),
+        (
+            ["roles.actor={tp: 2, release_weights: always, offload: [params]}", "model.dtype=bfloat16"],
+            "roles.actor.offload=['params'] copies the weights that roles.actor.release_weights=always rebuilds:"
+            " leave out params, or use release_weights=never",
         ),
         (
             ["roles.actor.megatron.tensor_model_parallel_size=2"],
