@@ -51,7 +51,7 @@ def check_tp(hf: HFConfig, tp: int, expert_parallel: bool = False) -> None:
     if expert_parallel and not hf.is_moe:
         raise ValueError(f"roles.rollout.expert_parallel=true needs experts, which {hf.architecture} does not have: use false")
     sizes = _split_evenly(hf, expert_parallel)
-    if not _splits(hf, tp, sizes):
+    if tp < 1 or not _splits(hf, tp, sizes):
         usable = [size for size in range(1, hf.num_heads + 1) if _splits(hf, size, sizes)]
         given = {"num_attention_heads": hf.num_heads, "num_key_value_heads": hf.num_kv_heads} | sizes
         raise ValueError(
@@ -68,12 +68,12 @@ def _split_evenly(hf: HFConfig, expert_parallel: bool) -> dict[str, int]:
         inner = {"num_experts": hf.num_experts}
     else:
         inner = {"intermediate_size" if hf.family == "mixtral" else "moe_intermediate_size": hf.moe_intermediate_size}
-    return inner | {"vocab_size": hf.vocab_size}
+    return inner | {"padded vocab_size": _padded_vocabulary(hf)}
 
 
 def _splits(hf: HFConfig, tp: int, sizes: dict[str, int]) -> bool:
-    even = [hf.num_heads, *(sizes | {"vocab_size": _padded_vocabulary(hf)}).values()]
-    return tp > 0 and all(size % tp == 0 for size in even) and (hf.num_kv_heads % tp == 0 or tp % hf.num_kv_heads == 0)
+    even = all(size % tp == 0 for size in (hf.num_heads, *sizes.values()))
+    return even and (hf.num_kv_heads % tp == 0 or tp % hf.num_kv_heads == 0)
 
 
 def _padded_vocabulary(hf: HFConfig) -> int:
