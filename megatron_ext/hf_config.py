@@ -161,11 +161,14 @@ def _experts(fields: dict, where: str, family: str) -> dict[str, object]:
     if not 1 <= chosen <= experts:
         raise UnsupportedModel(f"{where}: num_experts_per_tok={chosen} is not from 1 to the number of experts, {experts}")
     mixtral = family == "mixtral"
+    normalised = mixtral or bool(fields.get("norm_topk_prob", False))
+    if chosen == 1 and normalised:
+        raise UnsupportedModel(f"{where}: num_experts_per_tok=1 with a weight that is always 1 leaves the router untrained")
     return {
         "num_experts": experts,
         "experts_per_token": chosen,
         "moe_intermediate_size": fields["intermediate_size" if mixtral else "moe_intermediate_size"],
-        "norm_topk_prob": mixtral or bool(fields.get("norm_topk_prob", False)),
+        "norm_topk_prob": normalised,
     }
 
 
