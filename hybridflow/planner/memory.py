@@ -1,7 +1,7 @@
 """What a job keeps on a GPU at each stage of a step, from shapes alone, and what training lets go of so that it fits.
 
-A lower bound: activations, communicators and CUDA's own needs come on top. So what does not fit here surely fails, and is refused
-before anything starts; what fits may still be too tight. Importing this imports no torch; asking for a footprint does.
+A lower bound: activations, communicators and CUDA's own needs come on top. So what does not fit here surely fails, and is
+refused before anything starts; what fits may still be too tight. Importing this imports no torch; a footprint does.
 """
 
 import shutil
@@ -68,8 +68,8 @@ class MemoryPlan:
 
 
 def footprint(hf: HFConfig, layout: Layout, rank: int, dtype: str, trained: bool) -> Footprint:
-    """A Megatron role's weights on one rank; of a trained one also the fp32 gradients and the rank's share of Adam's two moments
-    and, for 16-bit weights, of the masters."""
+    """A Megatron role's weights on one rank; of a trained one also the fp32 gradients, and the rank's share of Adam's two
+    moments and, for 16-bit weights, of the masters."""
     from megatron_ext import weights
 
     shapes = weights.local_shapes(hf, layout, rank)
@@ -132,8 +132,8 @@ def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan,
     share, engine = config.roles.rollout.gpu_memory_utilization, engine_weights(config, models["actor"])
     if engine > _awake(config, models["actor"], plan.total):
         raise ConfigError(
-            f"roles.rollout.gpu_memory_utilization={share} of {_gib(plan.total)} GiB is {_gib(share * plan.total)} GiB, less than"
-            f" vLLM's weights of {_gib(engine)} GiB: raise it, or roles.rollout.tp={config.roles.rollout.tp}"
+            f"roles.rollout.gpu_memory_utilization={share} of {_gib(plan.total)} GiB is {_gib(share * plan.total)} GiB, less"
+            f" than vLLM's weights of {_gib(engine)} GiB: raise it, or roles.rollout.tp={config.roles.rollout.tp}"
         )
     for stage, parts in plan.stages.items():
         if _sum(parts) > plan.total:
@@ -193,15 +193,10 @@ def _stages(
         if name != "actor" and "params" not in config.megatron_roles()[name].offload
     ]
     buckets = Part("messages", config.resharding.bucket_mb << 20 if config.world_size > 1 else 0)
+    vllm = Part("vLLM" if awake > engine else "vLLM without its KV cache", awake)
     found = {
         "reshard": [Part("vLLM weights", engine), weights_part, gradients, states, *others, buckets],
-        "rollout": [
-            Part("vLLM", awake) if awake > engine else Part("vLLM without its KV cache", awake),
-            left,
-            gradients,
-            states,
-            *others,
-        ],
+        "rollout": [vllm, left, gradients, states, *others],
         "update": [weights_part, Part("actor gradients", actor.gradients), Part("actor optimizer", actor.optimizer), *others],
     }
     return {name: tuple(part for part in parts if part.nbytes) for name, parts in found.items()}

@@ -122,7 +122,7 @@ def test_host_memory_of_what_is_offloaded(tmp_path, hf, elements):
 
 
 def test_refusals(tmp_path, hf):
-    one = dict(ranks=1)
+    one = {"ranks": 1}
     assert refused(tmp_path, hf, **one) == (
         "out of memory at rollout: vLLM 83.9 + actor optimizer 85.1 = 169.0 GiB on a GPU of 139.8 GiB: add optimizer to"
         " roles.actor.offload=[], or lower roles.rollout.gpu_memory_utilization to at most 0.39, or use more ranks (now 1) or"
