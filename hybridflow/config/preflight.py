@@ -340,10 +340,13 @@ def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
             raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {_either(fits)}")
     try:
         layout.stage_layers(hf.num_layers)
+    except ValueError as error:
+        raise ConfigError(f"roles.{role}: {error}") from error
+    try:
         layout.check_experts(hf.num_experts, hf.moe_intermediate_size)
         layout.check_training(hf.num_experts)
     except ValueError as error:
-        raise ConfigError(f"roles.{role}: {error}") from error
+        raise ConfigError(f"roles.{role}.{error}") from error
 
 
 def _check_rollout(config: Config, hf: HFConfig) -> None:
