@@ -52,7 +52,7 @@ class WeightsError(ValueError):
 
 @functools.cache
 def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the HF checkpoint, in the model's order; a tied output layer is not among them. Don't change it: cached."""
+    """Every tensor of the HF checkpoint, in the model's order, a tied output layer not among them. Cached: don't change it."""
     hidden, queries, keys = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hidden)}
     for layer in range(hf.num_layers):
