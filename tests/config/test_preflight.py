@@ -263,6 +263,7 @@ def experts(tmp_path_factory):
 )
 def test_experts_pass(tmp_path, experts, actor):
     check(tmp_path, experts, f"roles.actor={actor}")
+    check(tmp_path, experts, f"roles.actor={actor}", "roles.rollout.expert_parallel=true")
 
 
 @pytest.mark.parametrize(
@@ -291,6 +292,20 @@ def test_experts_pass(tmp_path, experts, actor):
 )
 def test_experts_refused(tmp_path, experts, actor, message):
     assert refused(tmp_path, experts, f"roles.actor={actor}") == message
+
+
+@pytest.mark.parametrize(
+    "expert_parallel,size", [("false", "moe_intermediate_size=48"), ("true", "num_experts=6")], ids=["columns", "whole"]
+)
+def test_experts_of_an_engine_must_divide(tmp_path, experts, expert_parallel, size):
+    overrides = [
+        "cluster.ranks_per_node=5",
+        f"roles={{actor: {{tp: 1, pp: 1}}, rollout: {{tp: 5, expert_parallel: {expert_parallel}}}}}",
+    ]
+    assert refused(tmp_path, experts, *overrides) == (
+        f"roles.rollout.tp=5 cannot split this model (num_attention_heads=4, num_key_value_heads=2, {size},"
+        " padded vocab_size=128): use one of 1, 2" + (", 4" if expert_parallel == "false" else "")
+    )
 
 
 def test_experts_split_by_etp_must_divide(tmp_path, experts):
@@ -509,4 +524,9 @@ class TestDevices:
     def test_head_size_on_cpu(self, tmp_path):
         odd = write_model(tmp_path / "odd", head_dim=48)
         with pytest.raises(ConfigError, match="head size 48 is not one of vLLM's on CPU"):
+            preflight.check_devices(load(write_config(tmp_path, odd)))
+
+    def test_experts_on_cpu(self, tmp_path, experts):
+        odd = write_model(tmp_path / "odd", **json.loads((experts / "config.json").read_text()) | {"hidden_size": 80})
+        with pytest.raises(ConfigError, match="hidden_size=80 is not a multiple of 32, as vLLM's experts on CPU need it"):
             preflight.check_devices(load(write_config(tmp_path, odd)))
