@@ -60,8 +60,9 @@ class Batch:
         return list(self._data.keys())
 
     def rows(self, name: str) -> list[Tensor]:
-        """One tensor per sequence, views where possible."""
-        return list(self._data[name].unbind(0))
+        """One tensor per sequence; those of a ragged field are views (by `split`: unbinding checks every row in Python)."""
+        column = self._data[name]
+        return list(column.values().split(self.lengths(name).tolist()) if column.is_nested else column.unbind(0))
 
     def lengths(self, name: str = "tokens") -> Tensor:
         """Elements per sequence of a ragged field, int64 [N]."""
@@ -85,7 +86,7 @@ class Batch:
         for name in self.names:
             column = self._data[name]
             if column.is_nested:
-                rows = column.unbind(0)
+                rows = self.rows(name)
                 fields[name] = [rows[i] for i in index.tolist()]
             else:
                 fields[name] = column[index]

@@ -98,8 +98,7 @@ class Run:
             self.actor.restore().result()
         samples = samples.with_fields(prompt_index=index)
         if not greedy:
-            responses = torch.stack([mask.sum() for mask in samples.rows("loss_mask")]).float()
-            self.metrics["rollout/response_tokens_mean"] = responses.mean().item()
+            self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
             self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
             self.throughput.rollout(samples)
         return samples

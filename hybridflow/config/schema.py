@@ -117,6 +117,8 @@ class RolloutConfig:
     dtype: Dtype | None = None
     expert_parallel: bool = False
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory that vLLM may use while it generates
+    # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side
+    sleep: bool = True
     engine_args: dict[str, Any] = free()  # arguments of vLLM's LLM
 
 

@@ -100,8 +100,7 @@ class Recorder:
 
     def samples(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows, such as {"step", "prompt", "response", "answer", "reward"}, to samples.jsonl."""
-        for row in rows:
-            self._write("samples.jsonl", {name: _plain(value) for name, value in row.items()})
+        self._write("samples.jsonl", *({name: _plain(value) for name, value in row.items()} for row in rows))
 
     def warm_start(self, step: int, metrics: dict[str, Any]) -> None:
         """Record a supervised step of the warm start (warm_start.jsonl)."""
@@ -140,10 +139,10 @@ class Recorder:
         self._console.line(summary.text)
         return summary.text
 
-    def _write(self, name: str, row: dict[str, Any]) -> None:
+    def _write(self, name: str, *rows: dict[str, Any]) -> None:
         if name not in self._files:
             self._files[name] = (self.folder / name).open("ab", buffering=0)
-        _append(self._files[name], json.dumps(row).encode() + b"\n")
+        _append(self._files[name], "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def _scalars(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
@@ -171,16 +170,16 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _append(file: io.FileIO, line: bytes) -> None:
-    """All of the line or nothing of it.
+def _append(file: io.FileIO, lines: bytes) -> None:
+    """All of the lines or nothing of them.
 
     Raises:
         OSError: naming the file.
     """
     start = file.seek(0, io.SEEK_END)
     try:
-        while line:
-            line = line[file.write(line) :]
+        while lines:
+            lines = lines[file.write(lines) :]
     except OSError as error:
         file.truncate(start)
         raise OSError(error.errno, error.strerror, file.name) from error

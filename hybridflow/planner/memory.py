@@ -194,10 +194,12 @@ def _stages(
     ]
     buckets = Part("messages", config.resharding.bucket_mb << 20 if config.world_size > 1 else 0)
     vllm = Part("vLLM" if awake > engine else "vLLM without its KV cache", awake)
+    sleeps = config.roles.rollout.sleep
+    training = [weights_part, Part("actor gradients", actor.gradients), Part("actor optimizer", actor.optimizer), *others]
     found = {
-        "reshard": [Part("vLLM weights", engine), weights_part, gradients, states, *others, buckets],
+        "reshard": [Part("vLLM weights", engine) if sleeps else vllm, weights_part, gradients, states, *others, buckets],
         "rollout": [vllm, left, gradients, states, *others],
-        "update": [weights_part, Part("actor gradients", actor.gradients), Part("actor optimizer", actor.optimizer), *others],
+        "update": training if sleeps else [vllm, *training],
     }
     return {name: tuple(part for part in parts if part.nbytes) for name, parts in found.items()}
 
@@ -215,6 +217,8 @@ def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryP
     """The keys that help in this stage, the cheapest first."""
     sizes, actor = dict(parts), config.roles.actor
     found = []
+    if not config.roles.rollout.sleep and stage != "rollout":
+        found.append("set roles.rollout.sleep=true")
     if stage == "rollout" and "actor weights" in sizes:
         if config.dtype("actor") == "float32":
             found.append(f"add params to roles.actor.offload={actor.offload}")

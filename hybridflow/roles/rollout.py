@@ -19,7 +19,10 @@ from megatron_ext.tiles import TileMap
 
 
 class Rollout(Role):
-    """Asleep when built and between steps: wake_weights -> receive -> wake_kv_cache -> generate -> sleep."""
+    """Asleep when built and between steps: wake_weights -> receive -> wake_kv_cache -> generate -> sleep.
+
+    Under `roles.rollout.sleep=false` it is always awake, and takes new weights as it is.
+    """
 
     def __init__(self, name: str, config: Config):
         role = config.roles.rollout
@@ -38,7 +41,7 @@ class Rollout(Role):
             role.expert_parallel,
         )
         self._transfers: dict[str, WeightTransfer] = {}
-        self.engine.sleep()
+        self.sleep()
 
     def tile_map(self, rank: int) -> TileMap:
         return tile_map(self.hf, self.layout.tp, self.layout.coordinates(rank).tp, self.config.roles.rollout.expert_parallel)
@@ -69,7 +72,8 @@ class Rollout(Role):
     @remote(ONE_TO_ALL)
     def sleep(self) -> None:
         """Drop weights and KV cache: the memory goes back to training."""
-        self.engine.sleep()
+        if self.config.roles.rollout.sleep:
+            self.engine.sleep()
         device.synchronize()
 
     @remote(MICRO_DP)

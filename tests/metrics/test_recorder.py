@@ -160,7 +160,8 @@ def test_a_full_disk_leaves_whole_lines_and_a_summary(tmp_path, config):
         recorder.log({"step": 1, "reward/mean": 0.5})
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-            recorder.samples({"response": "x" * 20_000} for _ in range(9))
+            for rows in (2, 1):
+                recorder.samples({"response": "x" * 20_000} for _ in range(rows))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [len(json.loads(line)["response"]) for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [20_000] * 2
