@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hybridflow.resharding.grouping import best_grouping
-from hybridflow.resharding.plan import IncompleteSource, Plan, make_plan, merge
+from hybridflow.resharding.cover import IncompleteSource, find_cover
+from hybridflow.resharding.plan import Plan, make_plan, merge
 from hybridflow.resharding.rectangles import split, subtract, volume
 from hybridflow.rollout import tiles as rollout
 from megatron_ext import weights
@@ -211,7 +212,7 @@ def test_best_grouping_against_all_permutations():
         sources, destinations = maps(config(), layout, rollout_tp)
         rng.shuffle(destinations)
         best = min(_received(sources, [destinations[i] for i in order]) for order in itertools.permutations(range(4)))
-        found = best_grouping(sources, destinations, 4)
+        found = best_grouping(find_cover(sources, destinations), 4)
         assert sum(found.received) == best
         assert _received(sources, [destinations[i] for i in found.takes]) == best
 
