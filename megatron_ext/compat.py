@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from packaging.version import Version
@@ -51,7 +51,45 @@ def patch() -> None:
     check_version()
     _rotate_packed_sequences_at_once()
     _share_equal_groups()
+    _route_without_transformer_engine()
     _quieten()
+
+
+def mark_experts(chunks: Iterable[torch.nn.Module], own_groups: bool) -> None:
+    """Say of the experts' weights how their gradients are reduced; call it before the chunks are wrapped.
+
+    Without this 0.16 reduces the gradients of experts that tensor-parallel ranks hold whole (ep=1, etp < tp) over the dense
+    data-parallel group, which leaves the tensor-parallel peers' tokens out, and with Transformer Engine counts only the first
+    tensor-parallel rank's experts in the gradient's norm. 0.19 says the same by itself; goes with 0.16.
+
+    Args:
+        own_groups: reduce over the expert data-parallel group, not the dense one.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = not own_groups
+                parameter.tensor_model_parallel = True
+
+
+def _route_without_transformer_engine() -> None:
+    """Experts without Transformer Engine and on a CPU.
+
+    The router asks for `te_general_gemm`, which 0.16 does not define then (0.19 does), and counts that are on the CPU already
+    stay tensors where the dispatcher asks for numpy arrays (0.16 .. 0.19). Goes when the latter is fixed upstream.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    upstream = moe_utils.maybe_move_tensor_to_cpu
+
+    def move(tensor, as_numpy: bool = False, record_stream: bool = False):
+        if torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.numpy() if as_numpy else tensor
+        return upstream(tensor, as_numpy, record_stream)
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
 def _quieten() -> None:

@@ -7,13 +7,20 @@ import torch
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 64, 96, 4, 8, 4
+EXPERTS, CHOSEN, EXPERT_INTERMEDIATE = 8, 2, 48  # the last of Qwen3-MoE; Mixtral's experts have INTERMEDIATE
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 
 
 def config(family: str, tied: bool, vocab_size: int = 131, **changes) -> dict:
-    """The fields of a config.json. Qwen3 has heads that don't make up the hidden size."""
-    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
+    """The fields of a config.json. Qwen3 and Qwen3-MoE have heads that don't make up the hidden size."""
     fields = {
-        "architectures": [architecture],
+        "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
@@ -27,8 +34,14 @@ def config(family: str, tied: bool, vocab_size: int = 131, **changes) -> dict:
         "rope_theta": 10000.0,
         "torch_dtype": "float32",
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         fields["head_dim"] = 16
+    if family == "qwen3_moe":
+        fields |= {"num_experts": EXPERTS, "moe_intermediate_size": EXPERT_INTERMEDIATE, "norm_topk_prob": True}
+    if family == "mixtral":
+        fields["num_local_experts"] = EXPERTS
+    if family in ("qwen3_moe", "mixtral"):
+        fields["num_experts_per_tok"] = CHOSEN
     return fields | changes
 
 

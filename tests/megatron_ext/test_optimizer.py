@@ -49,7 +49,7 @@ def train_beside_hf(layout: Layout, model: dict, restart: bool) -> dict:
         norms.append((result["grad_norm"], norm))
         rates.append((result["lr"], adam.param_groups[0]["lr"]))
         assert not result["skipped"]
-    expected = to_megatron(dict(reference.state_dict()), role.hf, layout, role.state.coordinates.tp)
+    expected = to_megatron(dict(reference.state_dict()), role.hf, layout, torch.distributed.get_rank())
     found = {name: parameter.detach() for name, parameter in named_parameters(role.chunks)}
     return {"worst": largest_difference(found, expected), "norms": norms, "rates": rates}
 

@@ -239,7 +239,7 @@ def test_failed_export_fails_on_every_rank_and_leaves_the_old_folder(folders, wo
 def test_export_with_tiles_that_leave_a_hole_is_refused(folders, tmp_path):
     folder = folders("llama", True)
     hf = HFConfig.from_folder(folder)
-    tiles = tile_map(hf, LAYOUTS["dp4"], 0)
+    tiles = dict(tile_map(hf, LAYOUTS["dp4"], 0))
     parameters = reference(folder, "dp4", 0)
     gate, _ = tiles["decoder.layers.1.mlp.linear_fc1.weight"]
     tiles["decoder.layers.1.mlp.linear_fc1.weight"] = [gate]
