@@ -16,10 +16,12 @@ from hybridflow.config.model_folder import check_model_folder
 from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schema import Config, ConfigError, OptimizerConfig
 from hybridflow.rollout.engine_args import check_not_owned
+from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
 
 # vLLM's attention on CPU is built for these sizes of a head.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERTS_HIDDEN_MULTIPLE = 32  # and its experts for hidden sizes that are multiples of this
 
 # Smallest allowed values; the type checks are done when the file is read.
 _AT_LEAST = {
@@ -124,13 +126,20 @@ def check_devices(config: Config) -> str:
         raise ConfigError(
             f"cluster.ranks_per_node={ranks} but torch can use {gpus} GPUs on this machine: lower it, or set cluster.device=cpu"
         )
-    head_dim = _read_model(config, "actor").head_dim
-    if device == "cpu" and head_dim not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        raise ConfigError(
-            f"model.path={config.model_path('actor')}: head size {head_dim} is not one of vLLM's on CPU ({sizes})"
-        )
+    if device == "cpu":
+        _check_engine_on_cpu(config.model_path("actor"), _read_model(config, "actor"))
     return device
+
+
+def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
+    if hf.head_dim not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        raise ConfigError(f"model.path={folder}: head size {hf.head_dim} is not one of vLLM's on CPU ({sizes})")
+    if hf.is_moe and hf.hidden_size % CPU_EXPERTS_HIDDEN_MULTIPLE:
+        raise ConfigError(
+            f"model.path={folder}: hidden_size={hf.hidden_size} is not a multiple of {CPU_EXPERTS_HIDDEN_MULTIPLE}, which vLLM's"
+            " experts on CPU need"
+        )
 
 
 def _check_not_yet(config: Config) -> None:
@@ -147,8 +156,6 @@ def _check_not_yet(config: Config) -> None:
                 raise ConfigError(f"roles.{name}.{key}={getattr(role, key)} is not supported yet: use 1")
         if role.offload:
             raise ConfigError(f"roles.{name}.offload={role.offload} is not supported yet: use []")
-    if config.roles.rollout.expert_parallel:
-        raise ConfigError("roles.rollout.expert_parallel=true is not supported yet: use false")
     if config.run.save_every:
         raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
     if config.run.profile:
@@ -310,11 +317,10 @@ def _tp_fits(tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> bool:
 
 
 def _check_rollout(config: Config, hf: HFConfig) -> None:
-    tp = config.roles.rollout.tp
-    _check_divides("roles.rollout.tp", tp, hf, kv_heads_may_repeat=True)
-    padded = (hf.vocab_size + 63) // 64 * 64  # vLLM pads to 64 whatever the number of ranks; Megatron to 64 x tp
-    if padded % tp:
-        raise ConfigError(f"roles.rollout.tp={tp} does not divide the model's vocab_size={hf.vocab_size}, padded to {padded}")
+    try:
+        check_tp(hf, config.roles.rollout.tp, config.roles.rollout.expert_parallel)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_lengths(config: Config, hf: HFConfig) -> None:

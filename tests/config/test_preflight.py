@@ -114,6 +114,14 @@ def test_passes_with(tmp_path, model, overrides):
             "cluster.nodes=1 x cluster.ranks_per_node=6 = 6 processes are not a multiple of roles.actor.tp=2 x pp=2 x cp=1"
             " = 4: change cluster.ranks_per_node or the layout",
         ),
+        (
+            ["roles.rollout.expert_parallel=true"],
+            "roles.rollout.expert_parallel=true needs experts, which Qwen2ForCausalLM does not have: use false",
+        ),
+        (
+            ["roles.rollout.engine_args.moe_backend=auto"],
+            "roles.rollout.engine_args.moe_backend cannot be changed: an engine inside the training processes depends on it",
+        ),
         (["roles.rollout.tp=3"], "roles.rollout.tp=3 does not divide cluster.ranks_per_node=4: use 1, 2 or 4"),
         (
             ["roles.actor={tp: 4, pp: 1}"],
@@ -210,7 +218,10 @@ def test_refuses(tmp_path, model, overrides, message):
 def test_rollout_vocabulary(tmp_path):
     odd = write_model(tmp_path / "odd", vocab_size=65, num_attention_heads=3, num_key_value_heads=3)  # pads to 128
     overrides = ["cluster.ranks_per_node=3", "roles={actor: {tp: 1, pp: 1}, rollout: {tp: 3}}"]
-    assert refused(tmp_path, odd, *overrides) == "roles.rollout.tp=3 does not divide the model's vocab_size=65, padded to 128"
+    assert refused(tmp_path, odd, *overrides) == (
+        "roles.rollout.tp=3 cannot split this model (num_attention_heads=3, num_key_value_heads=3, intermediate_size=96,"
+        " padded vocab_size=128): use one of 1"
+    )
 
 
 def test_torchrun_with_another_number_of_processes(tmp_path, model, monkeypatch):
