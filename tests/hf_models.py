@@ -74,7 +74,7 @@ def state(folder: Path) -> dict[str, Tensor]:
 def megatron_shard(
     hf: dict[str, Tensor], fields: dict, tp: int, tp_rank: int, layers: list[int], first: bool, last: bool, te: bool = False
 ) -> dict[str, Tensor]:
-    """What a Megatron rank holds, by splitting and concatenating whole tensors (no tile map)."""
+    """What a Megatron rank holds but experts, by splitting and concatenating whole tensors (no tile map)."""
     groups, queries = fields["num_key_value_heads"], fields["num_attention_heads"] // fields["num_key_value_heads"]
 
     def rows(tensor: Tensor) -> Tensor:
@@ -104,13 +104,14 @@ def megatron_shard(
         shard[f"{ours}self_attention.linear_qkv.weight"] = qkv(f"{theirs}self_attn.", "weight")
         if fields["model_type"] == "qwen2":
             shard[f"{ours}self_attention.linear_qkv.bias"] = qkv(f"{theirs}self_attn.", "bias")
-        if fields["model_type"] == "qwen3":
+        if fields["model_type"] in ("qwen3", "qwen3_moe"):
             shard[f"{ours}self_attention.q_layernorm.weight"] = hf[f"{theirs}self_attn.q_norm.weight"]
             shard[f"{ours}self_attention.k_layernorm.weight"] = hf[f"{theirs}self_attn.k_norm.weight"]
         shard[f"{ours}self_attention.linear_proj.weight"] = hf[f"{theirs}self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
-        gate, up = hf[f"{theirs}mlp.gate_proj.weight"], hf[f"{theirs}mlp.up_proj.weight"]
-        shard[f"{ours}mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
-        shard[f"{ours}mlp.linear_fc2.weight"] = hf[f"{theirs}mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
+        if f"{theirs}mlp.gate_proj.weight" in hf:
+            gate, up = hf[f"{theirs}mlp.gate_proj.weight"], hf[f"{theirs}mlp.up_proj.weight"]
+            shard[f"{ours}mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+            shard[f"{ours}mlp.linear_fc2.weight"] = hf[f"{theirs}mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
     if last:
         shard["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
         if not fields["tie_word_embeddings"]:

@@ -30,6 +30,10 @@ class Piece(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.slices)
 
+    @property
+    def numel(self) -> int:
+        return volume(self.slices)
+
 
 class Copy(NamedTuple):
     source: Piece
@@ -37,7 +41,7 @@ class Copy(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return volume(self.source.slices)
+        return self.source.numel
 
 
 @dataclass(frozen=True)
