@@ -52,6 +52,7 @@ def patch() -> None:
     _rotate_packed_sequences_at_once()
     _share_equal_groups()
     _route_without_transformer_engine()
+    _gather_unequal_rows_over_gloo()
     _quieten()
 
 
@@ -90,6 +91,34 @@ def _route_without_transformer_engine() -> None:
         return upstream(tensor, as_numpy, record_stream)
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _gather_unequal_rows_over_gloo() -> None:
+    """Gather and reduce-scatter rows of which the ranks of a group have unlike many, as experts split by etp ask for.
+
+    gloo takes equal numbers only. Goes when it takes others; NCCL is left alone.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_rows(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or input_.is_cuda or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:rows] for part, rows in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_rows(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or input_.is_cuda or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return torch.split(total, input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_rows, reduce_scatter_rows
 
 
 def _quieten() -> None:

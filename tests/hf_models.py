@@ -72,9 +72,18 @@ def state(folder: Path) -> dict[str, Tensor]:
 
 
 def megatron_shard(
-    hf: dict[str, Tensor], fields: dict, tp: int, tp_rank: int, layers: list[int], first: bool, last: bool, te: bool = False
+    hf: dict[str, Tensor],
+    fields: dict,
+    tp: int,
+    tp_rank: int,
+    layers: list[int],
+    first: bool,
+    last: bool,
+    te: bool = False,
+    etp: tuple[int, int] = (1, 0),
+    ep: tuple[int, int] = (1, 0),
 ) -> dict[str, Tensor]:
-    """What a Megatron rank holds but experts, by splitting and concatenating whole tensors (no tile map)."""
+    """What a Megatron rank holds, by splitting and concatenating whole tensors (no tile map); etp and ep: size, rank."""
     groups, queries = fields["num_key_value_heads"], fields["num_attention_heads"] // fields["num_key_value_heads"]
 
     def rows(tensor: Tensor) -> Tensor:
@@ -99,6 +108,8 @@ def megatron_shard(
         theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
         norms = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
         norms = norms if te else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+        moe = fields["model_type"] in ("qwen3_moe", "mixtral")
+        norms = (norms[0], "pre_mlp_layernorm.weight") if moe else norms
         shard[ours + norms[0]] = hf[f"{theirs}input_layernorm.weight"]
         shard[ours + norms[1]] = hf[f"{theirs}post_attention_layernorm.weight"]
         shard[f"{ours}self_attention.linear_qkv.weight"] = qkv(f"{theirs}self_attn.", "weight")
@@ -108,14 +119,34 @@ def megatron_shard(
             shard[f"{ours}self_attention.q_layernorm.weight"] = hf[f"{theirs}self_attn.q_norm.weight"]
             shard[f"{ours}self_attention.k_layernorm.weight"] = hf[f"{theirs}self_attn.k_norm.weight"]
         shard[f"{ours}self_attention.linear_proj.weight"] = hf[f"{theirs}self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
-        if f"{theirs}mlp.gate_proj.weight" in hf:
-            gate, up = hf[f"{theirs}mlp.gate_proj.weight"], hf[f"{theirs}mlp.up_proj.weight"]
-            shard[f"{ours}mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
-            shard[f"{ours}mlp.linear_fc2.weight"] = hf[f"{theirs}mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
+        if moe:
+            shard |= {f"{ours}mlp.{name}": tensor for name, tensor in _experts(hf, theirs, fields, te, etp, ep).items()}
+            continue
+        gate, up = hf[f"{theirs}mlp.gate_proj.weight"], hf[f"{theirs}mlp.up_proj.weight"]
+        shard[f"{ours}mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+        shard[f"{ours}mlp.linear_fc2.weight"] = hf[f"{theirs}mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
     if last:
         shard["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
         if not fields["tie_word_embeddings"]:
             shard["output_layer.weight"] = vocabulary(hf["lm_head.weight"])
         elif not first:
             shard["output_layer.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+    return shard
+
+
+def _experts(
+    hf: dict[str, Tensor], layer: str, fields: dict, te: bool, etp: tuple[int, int], ep: tuple[int, int]
+) -> dict[str, Tensor]:
+    """A layer's router and this rank's experts."""
+    if fields["model_type"] == "mixtral":
+        block, names, count = f"{layer}block_sparse_moe.", ("w1", "w3", "w2"), fields["num_local_experts"]
+    else:
+        block, names, count = f"{layer}mlp.", ("gate_proj", "up_proj", "down_proj"), fields["num_experts"]
+    mine = range(count)[ep[1] * count // ep[0] :][: count // ep[0]]
+    shard = {"router.weight": hf[f"{block}gate.weight"]}
+    for local, expert in enumerate(mine):
+        gate, up, down = (hf[f"{block}experts.{expert}.{name}.weight"] for name in names)
+        where = "experts.{}.weight" + str(local) if te else f"experts.local_experts.{local}.{{}}.weight"
+        shard[where.format("linear_fc1")] = torch.cat([half.chunk(etp[0])[etp[1]] for half in (gate, up)])
+        shard[where.format("linear_fc2")] = down.chunk(etp[0], 1)[etp[1]]
     return shard

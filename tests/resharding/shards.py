@@ -16,22 +16,11 @@ from tests import hf_models
 
 def training_shard(hf: dict[str, Tensor], fields: dict, layout: Layout, rank: int) -> dict[str, Tensor]:
     """What a training rank holds, by splitting and concatenating whole tensors (no tile map); padding is 0."""
-    in_stage, ranks = rank % (layout.world_size // layout.pp), layout.world_size // layout.pp
-    stage = rank // ranks
+    stage, in_stage = divmod(rank, layout.world_size // layout.pp)
     layers = [layer for chunk in layout.stage_layers(fields["num_hidden_layers"])[stage] for layer in chunk]
-    shard = hf_models.megatron_shard(hf, fields, layout.tp, rank % layout.tp, layers, stage == 0, stage == layout.pp - 1)
-    etp_rank, ep_rank = in_stage % layout.etp, in_stage // layout.etp % layout.ep
-    for layer in layers:
-        if "num_experts_per_tok" not in fields:
-            break
-        ours, held = f"decoder.layers.{layer}.mlp.", _experts(hf, fields, layer)
-        shard[ours + "router.weight"] = hf[_router(fields, layer)]
-        for number, (gate, up, down) in enumerate(held[ep_rank * len(held) // layout.ep :][: len(held) // layout.ep]):
-            expert = f"{ours}experts.local_experts.{number}."
-            halves = [tensor.chunk(layout.etp)[etp_rank] for tensor in (gate, up)]
-            shard[expert + "linear_fc1.weight"] = torch.cat(halves)
-            shard[expert + "linear_fc2.weight"] = down.chunk(layout.etp, 1)[etp_rank]
-    return shard
+    etp, ep = (layout.etp, in_stage % layout.etp), (layout.ep, in_stage // layout.etp % layout.ep)
+    first, last = stage == 0, stage == layout.pp - 1
+    return hf_models.megatron_shard(hf, fields, layout.tp, rank % layout.tp, layers, first, last, etp=etp, ep=ep)
 
 
 def _router(fields: dict, layer: int) -> str:
