@@ -137,8 +137,8 @@ def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
         raise ConfigError(f"model.path={folder}: head size {hf.head_dim} is not one of vLLM's on CPU ({sizes})")
     if hf.is_moe and hf.hidden_size % CPU_EXPERTS_HIDDEN_MULTIPLE:
         raise ConfigError(
-            f"model.path={folder}: hidden_size={hf.hidden_size} is not a multiple of {CPU_EXPERTS_HIDDEN_MULTIPLE}, which vLLM's"
-            " experts on CPU need"
+            f"model.path={folder}: hidden_size={hf.hidden_size} is not a multiple of {CPU_EXPERTS_HIDDEN_MULTIPLE},"
+            " as vLLM's experts on CPU need it"
         )
 
 

@@ -15,11 +15,11 @@ _kept: dict[str, object] = {}  # the engine between calls, as building one takes
 
 
 def _rollout(config: Config) -> Rollout:
-    tp = config.roles.rollout.tp
-    if _kept.get("tp") != tp:
+    kind = config.model_path("rollout"), config.roles.rollout.tp, config.roles.rollout.expert_parallel
+    if _kept.get("kind") != kind:
         if "rollout" in _kept:
             _kept.pop("rollout").close()
-        _kept.update(rollout=Rollout("rollout", config), tp=tp)
+        _kept.update(rollout=Rollout("rollout", config), kind=kind)
     rollout = _kept["rollout"]
     rollout._transfers.clear()
     return rollout
