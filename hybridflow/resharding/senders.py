@@ -1,9 +1,9 @@
 """Who sends what where several ranks could: whole bundles in few messages, and no rank with more to send than its share.
 
-Ranks that could send the same share the load like vessels that are filled with water: each group of requests with equal
-candidates is poured over them up to one level, in turn, until the levels stay. That minimises the sum of the squared loads,
-and with it the highest load (the convex function of a feasible flow is separable: all its minima are balanced). It says how
-much each candidate of a group should send; bundles stay whole where that costs little.
+Requests with equal candidates form a group. Group by group, what is asked for is poured over its candidates like water over
+vessels, up to one level, again and again until no level changes: that ends where the sum of the squared loads is least, and
+there the highest load is least as well, since any set of ranks at the highest level sends nothing that a lower one could. Then
+bundles are given out whole; if that makes the busiest sender much busier than it need be, by these shares instead.
 """
 
 import heapq
@@ -32,37 +32,31 @@ def choose_senders(requests: Sequence[Request], ranks: int) -> list[Shares]:
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
         groups[request.candidates].append(index)
-    shares = _pour({candidates: sum(requests[i].size for i in members) for candidates, members in groups.items()}, ranks)
-    load = [0.0] * ranks
-    for of_group in shares.values():
-        for rank, share in of_group.items():
-            load[rank] += share
-    level = max(load, default=0.0)
+    shares, level = _pour({group: sum(requests[i].size for i in members) for group, members in groups.items()}, ranks)
     senders, highest = _keep_whole(requests, ranks, level)
     if highest <= SLACK * level:
         return [[(sender, request.size)] for sender, request in zip(senders, requests, strict=True)]
     divided: list[Shares] = [[] for _ in requests]
-    for candidates, members in groups.items():
-        _divide(requests, members, shares[candidates], divided)
+    for group, members in groups.items():
+        _divide(requests, members, shares[group], divided)
     return divided
 
 
-def _pour(sizes: dict[tuple[int, ...], int], ranks: int) -> dict[tuple[int, ...], dict[int, float]]:
-    """By group: what each of its candidates sends of it when all loads are as equal as they can be."""
+def _pour(sizes: dict[tuple[int, ...], int], ranks: int) -> tuple[dict[tuple[int, ...], dict[int, float]], float]:
+    """By group, what each candidate sends when all loads are as equal as they can be; and the highest load then."""
     load = [0.0] * ranks
-    shares = {candidates: dict.fromkeys(candidates, 0.0) for candidates in sizes}
+    shares = {group: dict.fromkeys(group, 0.0) for group in sizes}
     for _ in range(SWEEPS):
         before = list(load)
-        for candidates, size in sizes.items():
-            share = shares[candidates]
-            others = [load[rank] - share[rank] for rank in candidates]
+        for group, size in sizes.items():
+            others = [load[rank] - shares[group][rank] for rank in group]
             level = _level(others, size)
-            for rank, base in zip(candidates, others, strict=True):
-                share[rank] = max(0.0, level - base)
-                load[rank] = base + share[rank]
-        if max((abs(a - b) for a, b in zip(load, before, strict=True)), default=0.0) <= SETTLED * max(load, default=0.0):
+            for rank, base in zip(group, others, strict=True):
+                shares[group][rank] = max(0.0, level - base)
+                load[rank] = base + shares[group][rank]
+        if max(abs(a - b) for a, b in zip(load, before, strict=True)) <= SETTLED * max(load):
             break
-    return shares
+    return shares, max(load)
 
 
 def _level(loads: Sequence[float], size: float) -> float:
@@ -82,19 +76,20 @@ def _keep_whole(requests: Sequence[Request], ranks: int, level: float) -> tuple[
     load, senders = [0] * ranks, [0] * len(requests)
     heaps = {request.candidates: [(0, rank) for rank in request.candidates] for request in requests}  # (load, rank)
     members = {candidates: frozenset(candidates) for candidates in heaps}
-    partners: dict[int, list[int]] = defaultdict(list)
+    partners: dict[int, set[int]] = defaultdict(set)
     for index in sorted(range(len(requests)), key=lambda i: -requests[i].size):
         destination, size, candidates = requests[index]
-        heap, allowed = heaps[candidates], members[candidates]
-        while heap[0][0] < load[heap[0][1]]:  # has got something to send from another group since
+        heap = heaps[candidates]
+        while heap[0][0] < load[heap[0][1]]:  # it has got something to send from another group since
             heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
-        partner = (rank for rank in partners[destination] if rank in allowed and load[rank] + size <= level)
-        sender = next(partner, heap[0][1])
-        if sender not in partners[destination]:
-            partners[destination].append(sender)
+        common = members[candidates] & partners[destination]
+        sender = min(common, key=lambda rank: (load[rank], rank), default=heap[0][1])
+        if load[sender] + size > level:
+            sender = heap[0][1]
+        partners[destination].add(sender)
         senders[index] = sender
         load[sender] += size
-    return senders, max(load, default=0)
+    return senders, max(load)
 
 
 def _divide(requests: Sequence[Request], members: Sequence[int], share: dict[int, float], divided: list[Shares]) -> None:
