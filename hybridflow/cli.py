@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import Config
+    from megatron_ext.hf_config import HFConfig
 
 TRAIN_USAGE = "hybridflow train --config FILE [key=value ...] [--dry-run]"
 LAUNCHED = "HYBRIDFLOW_LAUNCHED"  # set in the ranks' environment by `hybridflow train`, which has checked the configuration
@@ -69,11 +70,13 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from hybridflow.config.preflight import check_devices
 
     config = load(arguments.config, overrides)
-    _check_and_show(config)
+    models = _check_and_show(config)
     if arguments.dry_run:
+        _show_memory(config, models, _device_here(config))
         print("dry run: nothing was started")
         return 0
     device = check_devices(config)
+    _show_memory(config, models, device)
     _warn_of_untested_versions()
 
     from hybridflow.torchrun import launch
@@ -94,8 +97,8 @@ def _train_rank(arguments: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError("--dry-run starts nothing: run it without torchrun")
         config = load(arguments.config, overrides)
         if os.environ["RANK"] == "0" and LAUNCHED not in os.environ:
-            _check_and_show(config)
-            check_devices(config)
+            models = _check_and_show(config)
+            _show_memory(config, models, check_devices(config))
     except ConfigError:
         if os.environ["RANK"] != "0":
             time.sleep(LET_RANK_0_SPEAK)  # torchrun ends all ranks when one has ended
@@ -111,12 +114,30 @@ def inside_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _check_and_show(config: "Config") -> None:
+def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
 
     models = check(config)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
+    return models
+
+
+def _device_here(config: "Config") -> str:
+    """Where a dry run's memory is looked at: a node with GPUs may be described on one without."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    from hybridflow.planner.memory import gpu_total
+
+    return "cuda" if gpu_total() else "cpu"
+
+
+def _show_memory(config: "Config", models: "dict[str, HFConfig]", device: str) -> None:
+    from hybridflow.config.preflight import check_memory
+
+    text = check_memory(config, models, device)
+    if text:
+        print(text, flush=True)
 
 
 def _warn_of_untested_versions() -> None:

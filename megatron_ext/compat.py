@@ -128,6 +128,7 @@ def _quieten() -> None:
     for message in (
         "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
         "When using async grad allreduce it is recommended",  # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
+        "TypedStorage is deprecated",  # gradient buffers that are emptied and filled again, 0.16 .. 0.19
         r"`torch\.distributed\.\w+_tensor` is deprecated",  # collectives as 0.16 .. 0.19 call them, renamed in torch 2.13
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -87,12 +87,12 @@ class Layout:
                 f"ep={self.ep} x etp={self.etp} = {self.ep * self.etp} does not divide the {ranks} ranks of a pipeline stage: "
                 "change ep or etp"
             )
-        for name, size, what, total in (
-            ("ep", self.ep, "num_experts", num_experts),
-            ("etp", self.etp, "moe_intermediate_size", moe_intermediate_size),
-        ):
-            if total % size:
-                raise ValueError(f"{name}={size} does not divide {what}={total}: choose one that does")
+        if num_experts % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide the model's {num_experts} experts: choose one that does")
+        if moe_intermediate_size % self.etp:
+            raise ValueError(
+                f"etp={self.etp} does not divide the experts' inner size of {moe_intermediate_size}: choose one that does"
+            )
 
     def check_training(self, num_experts: int) -> None:
         """What building the model asks for beyond holding its weights; ValueError names both values."""
@@ -101,7 +101,9 @@ class Layout:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel=true needs tp > 1: use sequence_parallel=false with tp=1")
         if num_experts and self.tp > 1 and not self.sequence_parallel:
-            raise ValueError(f"sequence_parallel=false: Megatron trains experts at tp={self.tp} with sequence_parallel=true only")
+            raise ValueError(
+                f"sequence_parallel=false: Megatron trains experts at tp={self.tp} with sequence_parallel=true only"
+            )
         if self.cp > 1:
             raise ValueError(f"cp={self.cp} is not supported yet: use 1")
 

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -76,6 +77,7 @@ class Optimizer:
         """Masters are copies of the parameters as they are now; after writing parameters from outside call `reload`."""
         self.settings, self.wrapped = settings, list(wrapped)
         self.updates = 0
+        self._masters_checked = False
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -101,6 +103,59 @@ class Optimizer:
     def reload(self) -> None:
         """Take the masters from the parameters again, after a load into a model whose optimizer exists."""
         self.megatron.reload_model_params()
+        self._masters_checked = False
+
+    def states(self) -> list[Tensor]:
+        """The tensors that this rank's share of the parameters is trained with: fp32 masters and, after the first update,
+        moments. Parameters in fp32 are their own masters and not among them."""
+        masters = [master for master, _ in self._masters()]
+        moments = [value for o in self._inner() for state in o.state.values() for value in state.values()]
+        return masters + [value for value in moments if isinstance(value, Tensor) and value.dim()]  # not Adam's step
+
+    def state_bytes(self) -> int:
+        """What `states` takes once all are there: two moments beside each master, or each parameter in fp32."""
+        trained = sum(p.numel() for optimizer in self._inner() for group in optimizer.param_groups for p in group["params"])
+        return 4 * (2 * trained + sum(master.numel() for master, _ in self._masters()))
+
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """Set 16-bit parameters to their masters, rounded, as after every update: each data-parallel rank its share, which
+        the others gather. Collective. Afterwards the parameters are bit for bit what the last update made of them."""
+        for optimizer in self.megatron.chained_optimizers:
+            optimizer._copy_main_params_to_model_params()
+        for chunk in self.wrapped:
+            chunk.start_param_sync()
+
+    @torch.no_grad()
+    def check_masters(self) -> None:
+        """Once after the masters were taken from the parameters: are the parameters their masters, rounded?
+
+        Raises:
+            RuntimeError: they aren't.
+        """
+        if self._masters_checked:
+            return
+        same = [torch.equal(master.to(parameter.dtype), parameter) for master, parameter in self._masters()]
+        if not all(same):
+            raise RuntimeError(
+                f"{same.count(False)} of {len(same)} parameters are not what the optimizer's masters say: after writing"
+                " parameters from outside call Optimizer.reload()"
+            )
+        self._masters_checked = True
+
+    def _masters(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's fp32 masters, each with the part of a 16-bit parameter that it stands for."""
+        return [
+            pair
+            for optimizer in self.megatron.chained_optimizers
+            if not optimizer.is_stub_optimizer
+            for groups in zip(optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups, strict=True)
+            for pair in zip(*groups, strict=True)
+        ]
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        """Transformer Engine's, apex's or torch's own optimizers; none on a rank that trains nothing."""
+        return [o.optimizer for o in self.megatron.chained_optimizers if not o.is_stub_optimizer]
 
     @torch.no_grad()
     def step(self) -> dict[str, float | bool]:

@@ -1,8 +1,8 @@
 """Where a Megatron rank's weights are in the HF model: tile maps, loading from and exporting to an HF folder.
 
-The maps are pure: a function of (HF config, layout, rank, spec), and ranks that hold the same share one map. Loading reads only the slices that a rank holds; exporting
-writes file by file, so that no rank ever has the whole model. Parameters are plain `dict[name, Tensor]` everywhere, with
-global layer numbers in the names (`named_parameters` makes that of a rank's chunks).
+The maps are pure: a function of (HF config, layout, rank, spec), and ranks that hold the same share one map. Loading reads
+only the slices that a rank holds; exporting writes file by file, so that no rank ever has the whole model. Parameters are plain
+`dict[name, Tensor]` everywhere, with global layer numbers in the names (`named_parameters` makes that of a rank's chunks).
 """
 
 import functools
@@ -52,7 +52,7 @@ class WeightsError(ValueError):
 
 @functools.cache
 def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the HF checkpoint, in the model's order. A tied output layer is not among them. Shared: don't change it."""
+    """Every tensor of the HF checkpoint, in the model's order, a tied output layer not among them. Cached: don't change it."""
     hidden, queries, keys = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hidden)}
     for layer in range(hf.num_layers):
@@ -176,7 +176,9 @@ def _layer(hf: HFConfig, layer: int, place: _Place, spec: str) -> TileMap:
     return tiles
 
 
-def _mlp(names: tuple[str, str, str], shapes: Mapping[str, tuple[int, ...]], tp: int, rank: int) -> tuple[list[Tile], list[Tile]]:
+def _mlp(
+    names: tuple[str, str, str], shapes: Mapping[str, tuple[int, ...]], tp: int, rank: int
+) -> tuple[list[Tile], list[Tile]]:
     """The tiles of fc1, gate over up, and of fc2."""
     gate = _share(names[0], shapes, 0, tp, rank)
     up = _share(names[1], shapes, 0, tp, rank, local_start=gate.shape[0])

@@ -25,8 +25,8 @@ ALGORITHMS = {"grpo": GRPO}
 def train(run: Run, algorithm: Algorithm) -> None:
     config = run.config
     warm_start(run)
-    run.evaluate()
     algorithm.prepare()
+    run.evaluate()  # with an optimizer: the weights that may have to leave for the engine are rebuilt from its masters
     for step in range(1, config.run.steps + 1):
         run.begin_step()
         algorithm.step(run.next_problems(config.batch.prompts))

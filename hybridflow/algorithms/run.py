@@ -6,6 +6,7 @@ import random
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.canary import Canary
 from hybridflow.algorithms.losses import means, subtract_kl
 from hybridflow.algorithms.objectives import mismatch_sums
 from hybridflow.batch import Batch
@@ -47,6 +48,7 @@ class Run:
         self.throughput = Throughput(config)
         self.step_index = self.position = 0
         self._told_of_dropped = False
+        self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
         self._updates: list[dict[str, float]] = []
 
@@ -92,6 +94,8 @@ class Run:
             samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
         with self.recorder.phase("sleep"):
             self.rollout.sleep().result()
+        with self.recorder.phase("restore"):
+            self.actor.restore().result()
         samples = samples.with_fields(prompt_index=index)
         if not greedy:
             responses = torch.stack([mask.sum() for mask in samples.rows("loss_mask")]).float()
@@ -101,12 +105,17 @@ class Run:
         return samples
 
     def _wake(self) -> None:
+        """In the order that needs the least memory: what the resharding does not read goes first, the KV cache comes last."""
         every = self.config.resharding.verify_every
         verify = self.step_index % every == 0 if every else self.step_index <= 1
+        with self.recorder.phase("release"):
+            self.actor.make_room().result()
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
             reports = self.rollout.receive("actor", verify).result()
+        with self.recorder.phase("release"):
+            self.actor.release_weights().result()
         with self.recorder.phase("wake"):
             self.rollout.wake_kv_cache().result()
         slowest = max(reports, key=lambda report: report["seconds"])
@@ -219,6 +228,9 @@ class Run:
         self.metrics["mismatch/log_prob_abs_mean"] = sums["mismatch_abs"] / tokens
         self.metrics["mismatch/log_prob_abs_max"] = sums["mismatch_abs_max"]
         self.metrics["mismatch/kl"] = sums["mismatch_kl"] / tokens
+        warning = self._canary.look(sums["mismatch_abs"] / tokens)
+        if warning:
+            self.recorder.line(warning)
 
     # --- training
 
@@ -275,11 +287,14 @@ def merge_sums(shards: list[dict[str, float]]) -> dict[str, float]:
 
 
 _PHASES = {
-    "rollout.wake_weights": "wake",
+    "actor.make_room": "make_room",
+    "rollout.wake_weights": "wake_weights",
     "rollout.receive": "reshard",
+    "actor.release_weights": "release",
     "rollout.wake_kv_cache": "wake",
     "rollout.generate": "rollout",
     "rollout.sleep": "sleep",
+    "actor.restore": "restore",
     "reference.log_probs": "reference",
     "actor.log_probs": "log_probs",
     "actor.update": "update",

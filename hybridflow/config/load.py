@@ -21,6 +21,7 @@ _HINTS = {
     "roles.critic": "this version has no algorithm with a critic",
     "roles.reward": "reward models are not in this version: use the section reward",
     "roles.cost": "cost models are not in this version",
+    "roles.reference.release_weights": "it has no optimizer to rebuild weights from: use roles.reference.offload=[params]",
 }
 
 
@@ -36,6 +37,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     if config.algorithm.kl_coefficient > 0 and config.roles.reference is None:
         # the reference has nothing to choose that the actor's layout does not answer already
         shared = {f.name: getattr(config.roles.actor, f.name) for f in fields(ReferenceConfig)}
+        shared["offload"] = [what for what in shared["offload"] if what == "params"]  # all that it has
         config.roles.reference = ReferenceConfig(**copy.deepcopy(shared))
     return config
 

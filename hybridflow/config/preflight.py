@@ -6,6 +6,7 @@ cheapest to the dearest.
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,11 @@ _OWNED_BY_US = {
         "num_attention_heads": "model.path",
         "num_query_groups": "model.path",
         "kv_channels": "model.path",
+        "num_moe_experts": "model.path",
+        "moe_ffn_hidden_size": "model.path",
+        "moe_router_topk": "model.path",
+        "moe_router_pre_softmax": "model.path",
+        "moe_router_score_function": "model.path",
     },
     "engine_args": {
         "tensor_parallel_size": "tp",
@@ -96,6 +102,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     _check_not_yet(config)
     _check_numbers(config)
     _check_cluster(config)
+    _check_offload(config)
     _check_algorithm(config)
     models = {role: _read_model(config, role) for role in config.megatron_roles()}
     for role, hf in models.items():
@@ -131,6 +138,23 @@ def check_devices(config: Config) -> str:
     return device
 
 
+def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) -> str:
+    """What the job keeps on a GPU in each stage of a step, as text; empty where the roles live on a CPU. Imports torch.
+
+    Raises:
+        ConfigError: it surely runs out of memory, on the GPU or, with what is offloaded, on the host.
+    """
+    if device == "cpu":
+        return ""
+    import psutil
+
+    from hybridflow.planner.memory import check_fits, gpu_total, memory_plan
+
+    plan = memory_plan(config, models, gpu_total())
+    check_fits(config, models, plan, psutil.virtual_memory().total)
+    return plan.render()
+
+
 def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
     if hf.head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
@@ -151,11 +175,8 @@ def _check_not_yet(config: Config) -> None:
         if role.ranks not in ("all", everywhere):
             raise ConfigError(f"roles.{name}.ranks={role.ranks}: roles on a part of the ranks are not supported yet: use all")
     for name, role in config.megatron_roles().items():
-        for key in ("cp", "ep", "etp"):
-            if getattr(role, key) > 1:
-                raise ConfigError(f"roles.{name}.{key}={getattr(role, key)} is not supported yet: use 1")
-        if role.offload:
-            raise ConfigError(f"roles.{name}.offload={role.offload} is not supported yet: use []")
+        if role.cp > 1:
+            raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
     if config.run.save_every:
         raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
     if config.run.profile:
@@ -247,6 +268,28 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError(f"roles.rollout.tp={tp} does not divide cluster.ranks_per_node={ranks}: use {divisors}")
 
 
+def _check_offload(config: Config) -> None:
+    for name, role in config.megatron_roles().items():
+        has = ("params", "grads", "optimizer") if name == "actor" else ("params",)
+        for what in role.offload:
+            if what not in has:
+                reason = "is never trained: use [params]" if what in ("grads", "optimizer") else f"has {', '.join(has)}"
+                raise ConfigError(f"roles.{name}.offload={role.offload}: {what!r} cannot be offloaded, the {name} {reason}")
+    actor = config.roles.actor
+    if actor.release_weights != "always":
+        return
+    if config.dtype("actor") == "float32":
+        raise ConfigError(
+            "roles.actor.release_weights=always rebuilds 16-bit weights from float32 masters, but with dtype=float32 the"
+            " weights are the masters: use roles.actor.offload=[params], or bfloat16"
+        )
+    if "params" in actor.offload:
+        raise ConfigError(
+            f"roles.actor.offload={actor.offload} copies the weights that roles.actor.release_weights=always rebuilds:"
+            " leave out params, or use release_weights=never"
+        )
+
+
 def _check_algorithm(config: Config) -> None:
     b, a = config.batch, config.algorithm
     samples = b.prompts * b.samples_per_prompt
@@ -288,32 +331,22 @@ def _read_model(config: Config, role: str) -> HFConfig:
 
 def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
     layout = config.layout(role)
-    _check_divides(f"roles.{role}.tp", layout.tp, hf, kv_heads_may_repeat=False)
+    sizes = {"num_attention_heads": hf.num_heads, "num_key_value_heads": hf.num_kv_heads}
+    if not hf.is_moe:  # experts are split by ep and etp
+        sizes["intermediate_size"] = hf.intermediate_size
+    for name, size in sizes.items():
+        if size % layout.tp:
+            fits = [n for n in range(1, hf.num_heads + 1) if all(other % n == 0 for other in sizes.values())]
+            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {_either(fits)}")
     try:
         layout.stage_layers(hf.num_layers)
     except ValueError as error:
         raise ConfigError(f"roles.{role}: {error}") from error
-
-
-def _check_divides(key: str, tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> None:
-    """vLLM repeats KV heads on the ranks that are more than there are KV heads; a training shard has each head once."""
-    fits = [n for n in range(1, hf.num_heads + 1) if _tp_fits(n, hf, kv_heads_may_repeat)]
-    if tp in fits:
-        return
-    sizes = {
-        "num_attention_heads": hf.num_heads,
-        "num_key_value_heads": hf.num_kv_heads,
-        "intermediate_size": hf.intermediate_size,
-    }
-    if kv_heads_may_repeat and tp > hf.num_kv_heads and tp % hf.num_kv_heads == 0:
-        del sizes["num_key_value_heads"]
-    name, size = next((name, size) for name, size in sizes.items() if size % tp)
-    raise ConfigError(f"{key}={tp} does not divide the model's {name}={size}: use {_either(fits)}")
-
-
-def _tp_fits(tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> bool:
-    kv = hf.num_kv_heads % tp == 0 or (kv_heads_may_repeat and tp % hf.num_kv_heads == 0)
-    return kv and hf.num_heads % tp == 0 and hf.intermediate_size % tp == 0
+    try:
+        layout.check_experts(hf.num_experts, hf.moe_intermediate_size)
+        layout.check_training(hf.num_experts)
+    except ValueError as error:
+        raise ConfigError(f"roles.{role}.{error}") from error
 
 
 def _check_rollout(config: Config, hf: HFConfig) -> None:

@@ -84,6 +84,8 @@ class MegatronRoleConfig:
     etp: int = 1
     sequence_parallel: bool = False  # takes effect where tp > 1
     recompute: Literal["none", "selective", "full"] = "none"
+    # what rests in page-locked host memory while it is not needed. Of the actor, while the rollout engine is awake: params,
+    # grads (carry nothing over, so that they are dropped only), optimizer; of the reference, outside its own calls: params
     offload: list[str] = field(default_factory=list)
     forward_micro_batch_tokens: int = 16384  # tokens of a packed micro-batch without backward
     model: ModelOverride | None = None
@@ -93,6 +95,10 @@ class MegatronRoleConfig:
 
 @dataclass
 class ActorConfig(MegatronRoleConfig):
+    # 16-bit weights while the rollout engine is awake: always dropped, and rebuilt bit for bit from the optimizer's float32
+    # masters before their next use; never; or (auto) where engine and training would not fit on the GPU together, which
+    # `--dry-run` shows. The gradients go whenever the weights do, and under auto before them
+    release_weights: Literal["auto", "always", "never"] = "auto"
     micro_batch_tokens: int = 8192  # tokens of a packed micro-batch with backward
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

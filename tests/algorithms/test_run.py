@@ -23,7 +23,7 @@ def test_a_sequences_value_stands_at_each_of_its_tokens():
 
 def test_memory_is_told_by_phase():
     memory = {"rollout.wake_weights": 3, "rollout.wake_kv_cache": 7, "actor.update": 5, "actor.export": 1}
-    assert _by_phase(memory) == {"wake": 7, "update": 5, "actor.export": 1}
+    assert _by_phase(memory) == {"wake_weights": 3, "wake": 7, "update": 5, "actor.export": 1}
 
 
 def test_mismatch_is_measured_on_the_sampled_tokens_only():

@@ -100,7 +100,11 @@ def test_dense_models_have_no_experts():
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is not from 1 to the number of experts, 8"),
         ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 is not from 1 to the number of experts, 8"),
-        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with a weight that is always 1 leaves the router untrained"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 1},
+            "num_experts_per_tok=1 with a weight that is always 1 leaves the router untrained",
+        ),
         ("mixtral", {"sliding_window": 128}, "sliding_window=128 below max_position_embeddings=512 is not supported"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
         ("qwen3", {"num_experts": 8}, "field num_experts=8 is unknown here and may change the computation"),

@@ -89,8 +89,15 @@ def _update(role, mine: list, optimizer, loss=None):
         (Layout(4, tp=2, sequence_parallel=True), {"family": "mixtral"}, False),
     ],
     ids=[
-        "dp2-pp2", "pp4-bare-ends", "tp2-pp2-restart", "tp2-sp-dp2",
-        "moe-tp2-ep2", "moe-dp4-ep2-restart", "moe-ep2-etp2", "moe-pp2-ep2", "moe-tp2-dp2",
+        "dp2-pp2",
+        "pp4-bare-ends",
+        "tp2-pp2-restart",
+        "tp2-sp-dp2",
+        "moe-tp2-ep2",
+        "moe-dp4-ep2-restart",
+        "moe-ep2-etp2",
+        "moe-pp2-ep2",
+        "moe-tp2-dp2",
     ],  # fmt: skip
 )
 def test_updates_equal_adamw_on_hf(worlds, layout: Layout, model: dict, restart: bool):

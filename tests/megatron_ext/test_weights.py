@@ -94,7 +94,12 @@ def empty(shard: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "tied", "name"),
-    [(f, t, n) for n in LAYOUTS for f in (MOE if n in EXPERTS else FAMILIES) for t in ((True, False) if f in DENSE else (False,))],
+    [
+        (f, t, n)
+        for n in LAYOUTS
+        for f in (MOE if n in EXPERTS else FAMILIES)
+        for t in ((True, False) if f in DENSE else (False,))
+    ],
 )
 def test_load_equals_hand_sharding(folders, family, tied, name):
     folder = folders(family, tied)
@@ -123,9 +128,7 @@ def test_ranks_that_hold_the_same_share_one_map(folders):
     maps = [tile_map(hf, layout, rank) for rank in range(64)]
     held = {id(m): m for m in maps}
     assert len(held) == 2 * 8  # stages x (ep x etp), which decide tp here
-    names = [set(m) for m in held.values()]
-    assert names[0] == {name for name in names[0] if ".layers.2." not in name and ".layers.3." not in name}
-    assert all(maps[rank] is maps[rank + 8] for rank in range(0, 24))
+    assert all(maps[rank] is maps[rank + 8] for rank in range(24))
     again = tile_map(HFConfig.from_folder(folders("qwen3_moe", False)), Layout(64, tp=2, pp=2, cp=4, ep=4, etp=2), 1)
     assert again is maps[1]
     assert tile_map(hf, layout, 0, "te") is not maps[0]
@@ -168,7 +171,7 @@ def test_layouts_that_do_not_divide_are_refused(folders):
     with pytest.raises(ValueError, match="spec='apex' is unknown"):
         tile_map(hf, Layout(1), 0, "apex")
     moe = HFConfig.from_folder(folders("qwen3_moe", False))
-    with pytest.raises(ValueError, match="ep=3 does not divide num_experts=8"):
+    with pytest.raises(ValueError, match="ep=3 does not divide the model's 8 experts"):
         tile_map(moe, Layout(3, ep=3), 0)
     with pytest.raises(ValueError, match="ep=2 spreads experts, and the model has none: use ep=1"):
         tile_map(hf, Layout(2, ep=2), 0)

@@ -1,0 +1,244 @@
+"""What a job keeps on a GPU at each stage of a step, from shapes alone, and what training lets go of so that it fits.
+
+A lower bound: activations, communicators and CUDA's own needs come on top. So what does not fit here surely fails, and is
+refused before anything starts; what fits may still be too tight. Importing this imports no torch; a footprint does.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import floor, prod
+from typing import NamedTuple
+
+from hybridflow.config.schema import Config, ConfigError
+from hybridflow.rollout import tiles as rollout_tiles
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.layout import Layout
+
+GIB = 1 << 30
+# What CUDA, two libraries' communicators and workspaces take beside all that is counted here. Only the choice of
+# release_weights=auto leaves room for it: releasing costs milliseconds, running out of memory the job.
+BESIDE = 4 * GIB
+_ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+class Part(NamedTuple):
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a role keeps on one rank, in bytes."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`stages`: what is on the fullest GPU in each stage of a step. `total`: the GPU's bytes, None where unknown.
+
+    `release_gradients`, `release_weights`: the actor's, while the engine is awake. `host_bytes`: page-locked memory for what is
+    offloaded, on the fullest node.
+    """
+
+    stages: dict[str, tuple[Part, ...]]
+    release_gradients: bool
+    release_weights: bool
+    host_bytes: int
+    total: int | None
+
+    def render(self) -> str:
+        """Lines such as `rollout   99.2 GiB  vLLM 56.6 + actor optimizer 42.6`."""
+        size = f"{_gib(self.total)} GiB" if self.total else "size unknown, so that release_weights=auto is undecided"
+        lines = [f"on the fullest GPU ({size}), activations not counted:"]
+        lines += [f"  {name:<8} {_gib(_sum(parts)):>7} GiB  {_list(parts)}" for name, parts in self.stages.items()]
+        gone = [
+            *(["gradients"] if self.release_gradients else []),
+            *(["weights (rebuilt from the optimizer's masters)"] if self.release_weights else []),
+        ]
+        if gone:
+            lines.append(f"  during the rollout the actor drops {' and '.join(gone)}")
+        if self.host_bytes:
+            lines.append(f"  offloaded to page-locked host memory: {_gib(self.host_bytes)} GiB on a node")
+        return "\n".join(lines)
+
+
+def footprint(hf: HFConfig, layout: Layout, rank: int, dtype: str, trained: bool) -> Footprint:
+    """A Megatron role's weights on one rank; of a trained one also the fp32 gradients, and the rank's share of Adam's two
+    moments and, for 16-bit weights, of the masters."""
+    from megatron_ext import weights
+
+    shapes = weights.local_shapes(hf, layout, rank)
+    experts = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    elements = sum(prod(shape) for shape in shapes.values())
+    itemsize = _ITEMSIZE[dtype]
+    if not trained:
+        return Footprint(elements * itemsize)
+    # context-parallel ranks share the optimizer's work as data-parallel ones do; experts have groups of their own
+    share = (elements - experts) / (layout.dp * layout.cp)
+    share += experts / (layout.world_size // (layout.pp * layout.ep * layout.etp))
+    return Footprint(elements * itemsize, 4 * elements, int(share * (12 if itemsize == 2 else 8)))
+
+
+def engine_weights(config: Config, hf: HFConfig) -> int:
+    """Bytes of vLLM's weights on one rank."""
+    shapes = rollout_tiles.local_shapes(hf, config.roles.rollout.tp, 0, config.roles.rollout.expert_parallel)
+    return _ITEMSIZE[config.dtype("rollout")] * sum(prod(shape) for shape in shapes.values())
+
+
+def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | None) -> MemoryPlan:
+    """What `config` keeps on a GPU of `total` bytes, and how `release_weights=auto` is decided for it.
+
+    Args:
+        models: of the Megatron roles, by name.
+    """
+    actor, ranks = config.roles.actor, _representatives(config)
+    kept = [_kept(config, models, rank) for rank in ranks]
+    engine, awake = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
+    may = actor.release_weights != "never" and config.dtype("actor") != "float32" and "params" not in actor.offload
+    release_gradients = "grads" in actor.offload
+    release_weights = actor.release_weights == "always" and may
+
+    def stages() -> dict[str, tuple[Part, ...]]:
+        found = [_stages(config, parts, engine, awake, release_gradients, release_weights) for parts in kept]
+        return {name: max((stage[name] for stage in found), key=_sum) for name in found[0]}
+
+    def tight() -> bool:
+        return total is not None and max(_sum(parts) for name, parts in stages().items() if name != "update") + BESIDE > total
+
+    release_gradients = release_gradients or release_weights or tight()
+    release_weights = release_weights or (may and tight())
+    host = max(_offloaded(config, parts) for parts in kept) * config.cluster.ranks_per_node
+    return MemoryPlan(stages(), release_gradients, release_weights, host, total)
+
+
+def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan, host_total: int) -> None:
+    """Refuse what surely runs out of memory.
+
+    Raises:
+        ConfigError: with the numbers and the keys to change.
+    """
+    if plan.host_bytes > host_total:
+        raise ConfigError(
+            f"roles.*.offload needs {_gib(plan.host_bytes)} GiB of page-locked memory for the ranks of a node, which has"
+            f" {_gib(host_total)} GiB: offload less, or use fewer ranks on a node"
+        )
+    if plan.total is None:
+        return
+    share, engine = config.roles.rollout.gpu_memory_utilization, engine_weights(config, models["actor"])
+    if engine > _awake(config, models["actor"], plan.total):
+        raise ConfigError(
+            f"roles.rollout.gpu_memory_utilization={share} of {_gib(plan.total)} GiB is {_gib(share * plan.total)} GiB, less"
+            f" than vLLM's weights of {_gib(engine)} GiB: raise it, or roles.rollout.tp={config.roles.rollout.tp}"
+        )
+    for stage, parts in plan.stages.items():
+        if _sum(parts) > plan.total:
+            raise ConfigError(
+                f"out of memory at {stage}: {_list(parts)} = {_gib(_sum(parts))} GiB on a GPU of {_gib(plan.total)} GiB:"
+                f" {_remedies(config, stage, parts, plan)}"
+            )
+
+
+def gpu_total() -> int | None:
+    """Bytes of this node's smallest GPU as nvidia-smi says, or None without it. Touches no GPU: a context takes memory."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    sizes = [int(line) for line in found.stdout.split("\n") if line.strip().isdigit()]
+    return min(sizes) << 20 if sizes else None
+
+
+def _representatives(config: Config) -> list[int]:
+    """One rank for every combination of the roles' pipeline stages: the others keep the same."""
+    layouts = [config.layout(name) for name in config.megatron_roles()]
+    found: dict[tuple, int] = {}
+    for rank in range(config.world_size):
+        found.setdefault(tuple(layout.coordinates(rank).pp for layout in layouts), rank)
+    return list(found.values())
+
+
+def _kept(config: Config, models: Mapping[str, HFConfig], rank: int) -> dict[str, Footprint]:
+    return {
+        name: footprint(models[name], config.layout(name), rank, config.dtype(name), trained=name == "actor")
+        for name in config.megatron_roles()
+    }
+
+
+def _awake(config: Config, hf: HFConfig, total: int | None) -> int:
+    """Bytes that the awake engine takes: its share of the GPU, or what `engine_args` say instead."""
+    arguments, engine = config.roles.rollout.engine_args, engine_weights(config, hf)
+    if arguments.get("kv_cache_memory_bytes"):
+        return engine + int(arguments["kv_cache_memory_bytes"])
+    if arguments.get("num_gpu_blocks_override") or total is None:
+        return engine
+    return int(config.roles.rollout.gpu_memory_utilization * total)
+
+
+def _stages(
+    config: Config, kept: Mapping[str, Footprint], engine: int, awake: int, no_gradients: bool, no_weights: bool
+) -> dict[str, tuple[Part, ...]]:
+    offload, actor = config.roles.actor.offload, kept["actor"]
+    weights_part = Part("actor weights", actor.weights)
+    gradients = Part("actor gradients", 0 if no_gradients else actor.gradients)
+    states = Part("actor optimizer", 0 if "optimizer" in offload else actor.optimizer)
+    left = Part("actor weights", 0 if no_weights or "params" in offload else actor.weights)
+    others = [
+        Part(f"{name} weights", size.weights)
+        for name, size in kept.items()
+        if name != "actor" and "params" not in config.megatron_roles()[name].offload
+    ]
+    buckets = Part("messages", config.resharding.bucket_mb << 20 if config.world_size > 1 else 0)
+    vllm = Part("vLLM" if awake > engine else "vLLM without its KV cache", awake)
+    found = {
+        "reshard": [Part("vLLM weights", engine), weights_part, gradients, states, *others, buckets],
+        "rollout": [vllm, left, gradients, states, *others],
+        "update": [weights_part, Part("actor gradients", actor.gradients), Part("actor optimizer", actor.optimizer), *others],
+    }
+    return {name: tuple(part for part in parts if part.nbytes) for name, parts in found.items()}
+
+
+def _offloaded(config: Config, kept: Mapping[str, Footprint]) -> int:
+    """Bytes of one rank that rest on the host."""
+    offloaded = 0
+    for name, size in kept.items():
+        sizes = {"params": size.weights, "grads": 0, "optimizer": size.optimizer}
+        offloaded += sum(sizes[what] for what in set(config.megatron_roles()[name].offload))
+    return offloaded
+
+
+def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryPlan) -> str:
+    """The keys that help in this stage, the cheapest first."""
+    sizes, actor = dict(parts), config.roles.actor
+    found = []
+    if stage == "rollout" and "actor weights" in sizes:
+        if config.dtype("actor") == "float32":
+            found.append(f"add params to roles.actor.offload={actor.offload}")
+        else:
+            found.append(f"use roles.actor.release_weights=auto instead of {actor.release_weights}")
+    if "reference weights" in sizes:
+        found.append("set roles.reference.offload=[params]")
+    if stage != "update" and "actor optimizer" in sizes:
+        found.append(f"add optimizer to roles.actor.offload={actor.offload}")
+    if stage == "rollout":
+        share = floor(100 * (plan.total - _sum(parts) + sizes.get("vLLM", 0)) / plan.total) / 100
+        if "vLLM" in sizes and share * plan.total > dict(plan.stages["reshard"])["vLLM weights"]:
+            found.append(f"lower roles.rollout.gpu_memory_utilization to at most {share}")
+    found.append(f"use more ranks (now {config.world_size}) or a larger roles.actor.tp={actor.tp} or pp={actor.pp}")
+    return ", or ".join(found)
+
+
+def _sum(parts: tuple[Part, ...]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _list(parts: tuple[Part, ...]) -> str:
+    return " + ".join(f"{part.name} {_gib(part.nbytes)}" for part in parts)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"

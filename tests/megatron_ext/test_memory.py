@@ -1,0 +1,197 @@
+"""What leaves the device comes back bit for bit: weights rebuilt from masters, and what rested on the host."""
+
+import pytest
+import torch
+
+from megatron_ext.layout import Layout
+from megatron_ext.memory import HostMemory, is_empty
+from megatron_ext.optimizer import OptimizerSettings
+
+SETTINGS = OptimizerSettings(lr=3e-3, grad_clip=1.0, weight_decay=0.1)
+UPDATES = 3
+
+
+def train_with_breaks(layout: Layout, dtype: str, away: tuple[str, ...], model: dict) -> dict:
+    """Updates with and without the memory gone before each: parameters at every arrow, and whether all went and came back."""
+    from tests.megatron_ext.hf_layout import hf_model
+
+    reference = hf_model(**model)
+    _, unbroken = _train(reference, layout, getattr(torch, dtype), ())
+    breaks, broken = _train(reference, layout, getattr(torch, dtype), away)
+    return {"breaks": breaks, "same": [_equal(a, b) for a, b in zip(unbroken, broken, strict=True)]}
+
+
+def _train(reference, layout: Layout, dtype: torch.dtype, away: tuple[str, ...]) -> tuple[list[dict], list[dict]]:
+    """One entry per break, and the parameters after every update."""
+    from megatron_ext.memory import TrainingMemory
+    from megatron_ext.optimizer import Optimizer
+    from tests.megatron_ext import scenarios
+    from tests.megatron_ext.test_optimizer import _update
+
+    role = scenarios.make_role(reference, layout, dtype)
+    mine = scenarios.share(scenarios.sequences(128), layout, role.state.coordinates.dp)
+    with role.state.current():
+        optimizer = Optimizer(role.wrapped, SETTINGS, dtype)
+    memory = TrainingMemory(role.wrapped)
+    breaks, after = [], []
+    for _ in range(UPDATES):
+        if away:  # also before the first update, when there are no moments yet
+            breaks.append(_break(role, optimizer, memory, away))
+        _update(role, mine, optimizer)
+        after.append(_snapshot(role))
+    return breaks, after
+
+
+def _break(role, optimizer, memory, away: tuple[str, ...]) -> dict:
+    before, states = _snapshot(role), [state.clone() for state in optimizer.states()]
+    parameters = list(_parameters(role).values())
+    with role.state.current():
+        memory.release_gradients()
+        if "optimizer" in away:
+            memory.offload_optimizer(optimizer)
+        if "weights rebuilt" in away:
+            memory.drop_weights(optimizer)
+        if "weights copied" in away:
+            memory.offload_weights()
+        gone = {
+            "gradients": all(is_empty(parameter.main_grad) for parameter in parameters),
+            "weights": all(is_empty(parameter) for parameter in parameters),
+            "optimizer": all(is_empty(state) for state in optimizer.states()),
+        }
+        memory.hand_over()
+        memory.restore()
+    back = zip(optimizer.states(), states, strict=True)
+    zero = all(not parameter.main_grad.any() for parameter in parameters)
+    return gone | {"same": _equal(before, _snapshot(role)) and all(torch.equal(a, b) for a, b in back) and zero}
+
+
+def _parameters(role) -> dict[str, torch.nn.Parameter]:
+    from tests.megatron_ext.hf_layout import named_parameters
+
+    return dict(named_parameters(role.chunks))
+
+
+def _snapshot(role) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in _parameters(role).items()}
+
+
+def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    bits = {2: torch.int16, 4: torch.int32}
+    return a.keys() == b.keys() and all(torch.equal(a[n].view(bits[a[n].itemsize]), b[n].view(bits[b[n].itemsize])) for n in a)
+
+
+TIED, UNTIED = {"tied": True}, {"family": "qwen3", "head_dim": 16, "vocab_size": 131}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (Layout(4), TIED),
+        (Layout(4, pp=2), TIED),
+        (Layout(4, tp=2, sequence_parallel=True), UNTIED),
+        (Layout(4, tp=2, pp=2), UNTIED),
+        (Layout(4, pp=2, vpp=2), TIED),
+    ],
+    ids=["dp4", "dp2-pp2-tied", "dp2-tp2-sp", "tp2-pp2", "dp2-pp2-vpp2"],
+)
+def test_weights_are_rebuilt_bit_for_bit(worlds, layout: Layout, model: dict):
+    for result in worlds(4).run(train_with_breaks, layout, "bfloat16", ("weights rebuilt",), model):
+        assert result["breaks"] == [{"gradients": True, "weights": True, "optimizer": False, "same": True}] * UPDATES
+        assert result["same"] == [True] * UPDATES
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("dtype", "away", "gone"),
+    [
+        ("bfloat16", ("weights rebuilt", "optimizer"), {"weights": True, "optimizer": True}),
+        ("bfloat16", ("weights copied",), {"weights": True, "optimizer": False}),
+        ("float32", ("weights copied", "optimizer"), {"weights": True, "optimizer": True}),
+        ("float32", ("weights rebuilt",), {"weights": False}),  # they are their own masters
+    ],
+)
+def test_what_rested_on_the_host_comes_back(worlds, dtype: str, away: tuple[str, ...], gone: dict):
+    for result in worlds(4).run(train_with_breaks, Layout(4, tp=2), dtype, away, TIED):
+        for found in result["breaks"]:
+            assert found["gradients"] and found["same"]
+        assert {name: result["breaks"][-1][name] for name in gone} == gone
+        assert result["same"] == [True] * UPDATES
+
+
+def load_into_a_model_with_an_optimizer(layout: Layout) -> dict:
+    """Weights from outside: the masters are of others until they are taken again."""
+    from megatron_ext.memory import TrainingMemory
+    from megatron_ext.optimizer import Optimizer
+    from tests.megatron_ext import scenarios
+    from tests.megatron_ext.hf_layout import fill, hf_model
+
+    role = scenarios.make_role(hf_model(), layout, torch.bfloat16)
+    memory = TrainingMemory(role.wrapped)
+    with role.state.current():
+        optimizer = Optimizer(role.wrapped, SETTINGS, torch.bfloat16)
+        fill(role.chunks, hf_model(seed=1).state_dict(), role.hf, layout, role.state.coordinates.tp)
+        loaded = _snapshot(role)
+        try:
+            memory.drop_weights(optimizer)
+        except RuntimeError as error:
+            refused = str(error)
+        kept = _equal(loaded, _snapshot(role))
+        optimizer.reload()
+        memory.drop_weights(optimizer)
+        memory.restore()
+    return {"refused": refused, "kept": kept, "same": _equal(loaded, _snapshot(role))}
+
+
+@pytest.mark.timeout(120)
+def test_weights_that_the_masters_do_not_know_are_not_dropped(worlds):
+    for result in worlds(4).run(load_into_a_model_with_an_optimizer, Layout(4, pp=2)):
+        assert "are not what the optimizer's masters say: after writing parameters from outside" in result["refused"]
+        assert result["kept"] and result["same"]
+
+
+def _tensors(device: str = "cpu") -> list[torch.Tensor]:
+    whole = torch.arange(3000, dtype=torch.float32, device=device)
+    return [whole[:1000], whole[1000:], torch.ones(77, 3, dtype=torch.bfloat16, device=device), torch.ones(0, device=device)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_host_memory_is_allocated_once(device):
+    tensors, host = _tensors(device), HostMemory()
+    expected = [tensor.clone() for tensor in tensors]
+    host.take(tensors[:2], reserve=1 << 20)
+    block = host._block.data_ptr()
+    assert host.nbytes == 1 << 20 and host._block.is_pinned() == (device == "cuda")
+    assert [is_empty(tensor) for tensor in tensors] == [True, True, False, False]
+    with pytest.raises(RuntimeError, match="rest on the host already"):
+        host.take(tensors[2:])
+    host.give_back()
+    host.take(tensors)
+    host.give_back()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+    assert host._block.data_ptr() == block
+
+
+def test_what_did_not_change_is_not_copied_again():
+    tensor, host = torch.arange(10), HostMemory()
+    with pytest.raises(RuntimeError, match="no copy of these tensors yet"):
+        host.take([tensor], copy=False)
+    host.take([tensor])
+    host.give_back()
+    tensor.zero_()
+    host.take([tensor], copy=False)
+    host.give_back()
+    assert tensor.tolist() == list(range(10))
+
+
+@pytest.mark.gpu
+def test_the_device_gets_its_memory_back():
+    size = 1 << 30
+    tensor, host = torch.ones(size, dtype=torch.uint8, device="cuda"), HostMemory()
+    for _ in range(3):
+        before, _ = torch.cuda.mem_get_info()
+        host.take([tensor])
+        torch.cuda.empty_cache()
+        assert torch.cuda.mem_get_info()[0] - before >= size
+        host.give_back()
+        assert tensor[:: 1 << 20].sum().item() == 1024

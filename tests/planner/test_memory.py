@@ -1,0 +1,160 @@
+"""Bytes on a GPU from shapes: against HF's own parameter count, and the arithmetic of what stays, goes and does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from hybridflow.config.load import load
+from hybridflow.config.schema import Config, ConfigError
+from hybridflow.planner import memory
+from hybridflow.planner.memory import GIB, Footprint, check_fits, footprint, memory_plan
+from megatron_ext.hf_config import HFConfig
+from megatron_ext.layout import Layout
+from tests.config.folders import write_config
+
+SHAPE = Path(__file__).parents[2] / "configs" / "models" / "qwen2_7b.json"
+H200 = int(139.8 * GIB)
+HOST = 2000 * GIB
+
+
+@pytest.fixture(scope="module")
+def hf() -> HFConfig:
+    return HFConfig.from_dict(json.loads(SHAPE.read_text()))
+
+
+@pytest.fixture(scope="module")
+def elements() -> int:
+    """Parameters of the 7.6B shape, counted by transformers."""
+    fields = json.loads(SHAPE.read_text())
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def config(tmp_path, *overrides: str, ranks: int = 2) -> Config:
+    sections = {"roles": {}, "cluster": {"ranks_per_node": ranks, "device": "cuda"}}
+    return load(write_config(tmp_path, Path("m"), **sections), ["model.dtype=bfloat16", *overrides])
+
+
+def plan(tmp_path, hf, *overrides: str, total: int | None = H200, ranks: int = 2) -> memory.MemoryPlan:
+    chosen = config(tmp_path, *overrides, ranks=ranks)
+    return memory_plan(chosen, dict.fromkeys(chosen.megatron_roles(), hf), total)
+
+
+def refused(tmp_path, hf, *overrides: str, ranks: int = 2, total: int = H200, host: int = HOST) -> str:
+    chosen = config(tmp_path, *overrides, ranks=ranks)
+    models = dict.fromkeys(chosen.megatron_roles(), hf)
+    with pytest.raises(ConfigError) as error:
+        check_fits(chosen, models, memory_plan(chosen, models, total), host)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_footprints_add_up_to_the_model(hf, elements):
+    assert footprint(hf, Layout(1), 0, "bfloat16", True) == Footprint(2 * elements, 4 * elements, 12 * elements)
+    assert footprint(hf, Layout(1), 0, "float32", True) == Footprint(4 * elements, 4 * elements, 8 * elements)
+    assert footprint(hf, Layout(1), 0, "bfloat16", False) == Footprint(2 * elements)
+    halves = [footprint(hf, Layout(4, pp=2), rank, "bfloat16", True) for rank in (0, 2)]
+    assert sum(half.weights for half in halves) == 2 * elements
+    assert sum(half.gradients for half in halves) == 4 * elements
+    assert sum(half.optimizer for half in halves) == 12 * elements // 2  # over two data-parallel ranks
+    norms = hf.num_layers * 2 + 1  # whole on every tensor-parallel rank
+    split = footprint(hf, Layout(2, tp=2), 1, "bfloat16", False)
+    assert split.weights == elements + norms * hf.hidden_size
+
+
+def test_what_is_where_in_a_step(tmp_path, hf, elements):
+    found = plan(tmp_path, hf, "roles.actor.release_weights=never", "roles.rollout.gpu_memory_utilization=0.4")
+    parts = {name: dict(stage) for name, stage in found.stages.items()}
+    model = 2 * elements
+    assert parts["rollout"] == {
+        "vLLM": int(0.4 * H200),
+        "actor weights": model,
+        "actor optimizer": 3 * model,
+    }
+    assert parts["reshard"] == {
+        "vLLM weights": model,
+        "actor weights": model,
+        "actor optimizer": 3 * model,
+        "messages": 256 << 20,
+    }
+    assert parts["update"] == {"actor weights": model, "actor gradients": 2 * model, "actor optimizer": 3 * model}
+    assert found.release_gradients and not found.release_weights and not found.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("utilization", "more", "gradients", "weights"),
+    [
+        (0.4, [], True, False),  # 55.9 + 42.6 + 14.2 of 139.8, and 28.4 of gradients more
+        (0.6, [], True, True),
+        (0.3, [], False, False),
+        (0.2, ["roles.actor.release_weights=always"], True, True),
+        (0.6, ["roles.actor.release_weights=never"], True, False),
+        (0.6, ["roles.actor.offload=[params]"], True, False),
+        (0.2, ["roles.actor.offload=[grads]"], True, False),
+        (0.2, ["roles.actor.offload=[optimizer]"], False, False),
+    ],
+)
+def test_what_goes_is_what_does_not_fit(tmp_path, hf, utilization, more, gradients, weights):
+    found = plan(tmp_path, hf, f"roles.rollout.gpu_memory_utilization={utilization}", *more)
+    assert (found.release_gradients, found.release_weights) == (gradients, weights)
+    assert ("drops gradients" in found.render()) == gradients
+    assert ("rebuilt from the optimizer's masters" in found.render()) == weights
+
+
+def test_without_a_known_gpu_nothing_is_decided(tmp_path, hf):
+    found = plan(tmp_path, hf, total=None)
+    assert not found.release_gradients and not found.release_weights
+    assert "size unknown" in found.render() and "vLLM without its KV cache 14.2" in found.render()
+
+
+def test_host_memory_of_what_is_offloaded(tmp_path, hf, elements):
+    overrides = ["roles.actor.offload=[params,optimizer,grads]", "roles.reference={offload: [params]}"]
+    found = plan(tmp_path, hf, *overrides)
+    assert found.host_bytes == 2 * (2 + 6 + 2) * elements
+    assert refused(tmp_path, hf, *overrides, host=100 * GIB) == (
+        "roles.*.offload needs 141.9 GiB of page-locked memory for the ranks of a node, which has 100.0 GiB:"
+        " offload less, or use fewer ranks on a node"
+    )
+
+
+def test_refusals(tmp_path, hf):
+    one = {"ranks": 1}
+    assert refused(tmp_path, hf, **one) == (
+        "out of memory at rollout: vLLM 83.9 + actor optimizer 85.1 = 169.0 GiB on a GPU of 139.8 GiB: add optimizer to"
+        " roles.actor.offload=[], or lower roles.rollout.gpu_memory_utilization to at most 0.39, or use more ranks (now 1) or"
+        " a larger roles.actor.tp=1 or pp=1"
+    )
+    assert "use roles.actor.release_weights=auto instead of never, or" in refused(
+        tmp_path, hf, "roles.actor.release_weights=never", "roles.rollout.gpu_memory_utilization=0.65"
+    )
+    assert "add params to roles.actor.offload=[], or set roles.reference.offload=[params], or add optimizer" in refused(
+        tmp_path, hf, "model.dtype=float32", "roles.reference={}"
+    )
+    assert refused(tmp_path, hf, "roles.rollout.gpu_memory_utilization=0.1") == (
+        "roles.rollout.gpu_memory_utilization=0.1 of 139.8 GiB is 14.0 GiB, less than vLLM's weights of 14.2 GiB: raise it,"
+        " or roles.rollout.tp=1"
+    )
+    assert refused(tmp_path, hf, "roles.actor.offload=[optimizer]", total=100 * GIB, **one).startswith(
+        "out of memory at update: actor weights 14.2 + actor gradients 28.4 + actor optimizer 85.1 = 127.7 GiB on a GPU of"
+        " 100.0 GiB: use more ranks"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (["roles.actor.offload=[optimizer]"], 1),
+        ([], 2),
+        (["roles.actor.tp=2", "roles.rollout.tp=2"], 2),
+        (["roles.reference={offload: [params]}"], 2),
+        (["roles.rollout={gpu_memory_utilization: 0.9, engine_args: {kv_cache_memory_bytes: 1073741824}}"], 1),
+    ],
+)
+def test_what_fits_passes(tmp_path, hf, overrides, ranks):
+    chosen = config(tmp_path, *overrides, ranks=ranks)
+    models = dict.fromkeys(chosen.megatron_roles(), hf)
+    check_fits(chosen, models, memory_plan(chosen, models, H200), HOST)
