@@ -127,8 +127,10 @@ def _quieten() -> None:
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(lambda record: "DEPRECATED" not in record.getMessage())
     for message in (
         "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
-        "When using async grad allreduce it is recommended",  # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
+        # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
+        "When using (async grad allreduce|sequence parallelism) it is recommended",
         "TypedStorage is deprecated",  # gradient buffers that are emptied and filled again, 0.16 .. 0.19
+        "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts that etp leaves whole
         r"`torch\.distributed\.\w+_tensor` is deprecated",  # collectives as 0.16 .. 0.19 call them, renamed in torch 2.13
     ):
         warnings.filterwarnings("ignore", message=message)

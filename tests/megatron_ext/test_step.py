@@ -230,9 +230,14 @@ def one_gpu():
     dist.destroy_process_group()
 
 
+# every token goes to every expert: rounding cannot choose others than HF does
+ALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu):
+@pytest.mark.parametrize(("family", "sizes"), [("qwen2", {}), ("qwen3_moe", ALL_EXPERTS)])
+def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu, family: str, sizes: dict):
     """TE's spec where it is installed, and the local one with torch's variable-length attention; log-probs and gradients."""
     import importlib.util
 
@@ -244,7 +249,7 @@ def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu):
     from tests.megatron_ext.hf_layout import fill, hf_config, hf_model, named_parameters, to_megatron
 
     layout = Layout(1)
-    reference = hf_model("qwen2", hidden_size=256, intermediate_size=512).bfloat16().float()
+    reference = hf_model(family, hidden_size=256, intermediate_size=512, **sizes).bfloat16().float()
     hf, items = hf_config(reference), scenarios.sequences(128)
     _, _, hf_gradients = scenarios.hf_gradients(reference, items, TEMPERATURE)
     expected = to_megatron(hf_gradients, hf, layout, 0)
@@ -265,4 +270,5 @@ def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu):
             assert (row["log_probs"][1:].cpu() - log_probs).abs().mean() < 0.05, spec
         for name, parameter in named_parameters(wrapped):
             difference = (parameter.main_grad.cpu() - expected[name]).norm() / expected[name].norm()
-            assert difference < (0.05 if "linear_qkv.bias" not in name else 0.2), (spec, name, difference)
+            most = 0.2 if "linear_qkv.bias" in name else 0.1 if hf.is_moe else 0.05
+            assert difference < most, (spec, name, difference)
