@@ -102,9 +102,10 @@ def _divide(requests: Sequence[Request], members: Sequence[int], share: dict[int
         while sum(free for free, _ in taken) < size:
             free, rank = heapq.heappop(room)
             taken.append((-free, rank))
-        available, given = sum(free for free, _ in taken), 0
-        for number, (free, rank) in enumerate(taken, start=1):
-            part = size - given if number == len(taken) else size * free // available
+        available, held, given = sum(free for free, _ in taken), 0, 0
+        for free, rank in taken:
+            held += free
+            part = size * held // available - given
             divided[index].append((rank, part))
             given += part
             if free > part:
