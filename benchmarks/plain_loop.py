@@ -2,13 +2,14 @@
 
     python benchmarks/plain_loop.py --config configs/smollm2_chain_sum.yaml --steps 30 --out plain.json
 
-Same data, rewards, sampling limits, batch and learning rate as the config says. The model is trained in fp32 under bf16
-autocast with fused AdamW; sequences are padded to the longest of a micro-batch of 128, sorted by length; the engine stays
-awake and takes the weights through vLLM's own `reload_weights`.
+Same data, rewards, sampling limits, batch, mini-batches, clipping and learning-rate schedule as the config says. The model
+is trained in fp32 under bf16 autocast with fused AdamW; sequences are padded to the longest of a micro-batch of 128, sorted
+by length; the engine stays awake and takes the weights through vLLM's own `reload_weights`.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import statistics
 import time
@@ -21,6 +22,9 @@ from hybridflow.data.sources import open_source
 from hybridflow.data.text import Text
 from hybridflow.rewards.pool import open_scorer
 from hybridflow.rewards.scorers import ScorerSpec
+from megatron_ext.optimizer import OptimizerSettings
+
+MICRO_BATCH = 128  # sequences
 
 
 class PlainLoop:
@@ -51,6 +55,7 @@ class PlainLoop:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
+        self.schedule = OptimizerSettings(**dataclasses.asdict(optimizer) | {"betas": tuple(optimizer.betas)})
         self.seconds: dict[str, list[float]] = {}
 
     def timed(self, phase: str, function, *args):
@@ -97,32 +102,49 @@ class PlainLoop:
         return [(output.prompt_token_ids, sample.token_ids) for output in outputs for sample in output.outputs]
 
     def update(self, sequences, advantages, index) -> None:
-        settings = self.config.roles.actor.optimizer
+        """One optimizer step per mini-batch; with several, the old log-probs are those of the policy before the first."""
+        count = self.config.batch.mini_batches
+        parts = [list(range(len(sequences)))[number::count] for number in range(count)]
+        old = [self.old_log_probs(sequences, part) for part in parts] if count > 1 else [None]
+        for number, (part, before) in enumerate(zip(parts, old, strict=True)):
+            self.optimizer_step(sequences, advantages, part, before, index * count + number)
+
+    def optimizer_step(self, sequences, advantages, part, old, update) -> None:
+        settings, algorithm = self.config.roles.actor.optimizer, self.config.algorithm
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, (index + 1) / (settings.warmup_steps + 1))
+            group["lr"] = self.schedule.lr_at(update)
         self.optimizer.zero_grad()
-        total = sum(len(response) for _, response in sequences)
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
-        for start in range(0, len(order), 128):
-            part = order[start : start + 128]
-            rows = [torch.tensor([*sequences[i][0], *sequences[i][1]]) for i in part]
-            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).cuda()
-            mask = torch.zeros(tokens.shape, dtype=torch.bool)
-            for row, i in enumerate(part):
-                mask[row, len(sequences[i][0]) : len(rows[row])] = True
-            mask = mask.cuda()
-            attention = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True).cuda()
-            with torch.autocast("cuda", torch.bfloat16):
-                logits = self.model(tokens, attention_mask=attention).logits[:, :-1]
-            log_probs = -torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
-            )
-            log_probs = log_probs.view(len(part), -1)
-            ratio = torch.exp(log_probs - log_probs.detach())
-            loss = -(ratio * advantages[part, None].cuda() * mask[:, 1:]).sum() / total
+        total = sum(len(sequences[i][1]) for i in part)
+        for number, rows in enumerate(self.micro_batches(sequences, part)):
+            log_probs, mask = self.log_probs(sequences, rows)
+            ratio = torch.exp(log_probs - (old[number] if old else log_probs.detach()))
+            clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+            advantage = advantages[rows, None].cuda()
+            loss = -(torch.minimum(ratio * advantage, clipped * advantage) * mask).sum() / total
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
         self.optimizer.step()
+
+    @torch.no_grad()
+    def old_log_probs(self, sequences, part):
+        return [self.log_probs(sequences, rows)[0] for rows in self.micro_batches(sequences, part)]
+
+    def micro_batches(self, sequences, part):
+        order = sorted(part, key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
+        return [order[start : start + MICRO_BATCH] for start in range(0, len(order), MICRO_BATCH)]
+
+    def log_probs(self, sequences, indices):
+        """Log-probs [rows, length - 1] of every next token, and where it is one of the response's."""
+        rows = [torch.tensor([*sequences[i][0], *sequences[i][1]]) for i in indices]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).cuda()
+        mask = torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, i in enumerate(indices):
+            mask[row, len(sequences[i][0]) : len(rows[row])] = True
+        attention = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = self.model(tokens, attention_mask=attention).logits[:, :-1]
+        nll = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return -nll.view(len(rows), -1), mask[:, 1:].cuda()
 
     def send_weights(self) -> None:
         weights = ((name, value.to(torch.bfloat16)) for name, value in self.model.state_dict().items())

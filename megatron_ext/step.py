@@ -7,6 +7,7 @@ stages has a known shape. The outputs are log-probs and entropies; a loss is a f
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 from megatron.core import parallel_state
@@ -52,13 +53,10 @@ class MicroBatch:
 
     def rows(self, values: Tensor) -> list[Tensor]:
         """`values` [T], aligned with labels, as one tensor per sequence, aligned with its tokens: 0 for the first token."""
-        rows, start = [], 0
-        for length in self.lengths:
-            row = values.new_zeros(length)
-            row[1:] = values[start : start + length - 1]
-            rows.append(row)
-            start += length
-        return rows
+        moved = values.new_zeros(sum(self.lengths))
+        moved[1:] = values[: len(moved) - 1]
+        moved[torch.tensor([0, *accumulate(self.lengths[:-1])], device=values.device)] = 0
+        return list(moved.split(self.lengths))
 
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -118,13 +116,12 @@ def forward(
     """Log-probs and entropies of all sequences, without gradients.
 
     Returns:
-        On the last stage, for each sequence in order, `log_probs` and `entropy` [L] float32: those of token t given the
-        tokens before it, and 0 at token 0. None on the other stages.
+        On the last stage, for each sequence in order, `log_probs` and `entropy` [L] float32 on the CPU: those of token t given
+        the tokens before it, and 0 at token 0. None on the other stages.
     """
 
     def outputs(log_probs: Tensor, entropy: Tensor, micro_batch: MicroBatch):
-        rows = zip(micro_batch.rows(log_probs), micro_batch.rows(entropy), strict=True)
-        kept = [{"log_probs": log_prob, "entropy": ent} for log_prob, ent in rows]
+        kept = micro_batch, log_probs, entropy
         return log_probs.new_zeros(()), torch.zeros((), dtype=torch.int, device=log_probs.device), kept
 
     training = [chunk.training for chunk in chunks]
@@ -134,7 +131,13 @@ def forward(
         kept = _run(chunks, micro_batches, outputs, temperature, forward_only=True)
     for chunk, was_training in zip(chunks, training, strict=True):
         chunk.train(was_training)
-    return [row for rows in kept for row in rows] if _on_last_stage() else None
+    if not _on_last_stage():
+        return None
+    rows = []
+    for micro_batch, *values in kept:
+        columns = (micro_batch.rows(value.cpu()) for value in values)
+        rows += [{"log_probs": log_probs, "entropy": entropy} for log_probs, entropy in zip(*columns, strict=True)]
+    return rows
 
 
 def forward_backward(
@@ -228,12 +231,13 @@ def _on_last_stage() -> bool:
 
 def _row(values: Sequence[Tensor], length: int, shifted: bool) -> Tensor:
     """The sequences' values one after the other in a row of zeros; shifted: each moved to the place of the token before."""
-    row = torch.zeros(length, dtype=values[0].dtype, device=values[0].device)
-    start = 0
-    for value in values:
-        kept = value[1:] if shifted else value
-        row[start : start + len(kept)] = kept
-        start += len(value)
+    joined = torch.cat(list(values))
+    row = joined.new_zeros(length)
+    if not shifted:
+        row[: len(joined)] = joined
+        return row
+    row[: len(joined) - 1] = joined[1:]
+    row[torch.tensor([*accumulate(len(value) for value in values)], device=row.device) - 1] = 0
     return row
 
 

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.resharding.copies import Copies
 from hybridflow.resharding.plan import Piece, Plan
 from hybridflow.resharding.rectangles import split, volume
 from megatron_ext.tiles import Slices, as_index
 
 ALIGNMENT = 256  # bytes: pieces start at multiples of it in a message, so that copies can use wide loads
-# Copies of at least this many bytes are made one by one, at the full bandwidth of the device's copy engine or kernel;
-# below it the launch dominates and many go into one fused kernel.
-FUSED_BELOW = 1 << 20
+TABLES = 1 / 64  # of the budget, for the tables of the copy kernel
 
 
 class Resharder:
@@ -80,9 +79,10 @@ class Resharder:
             before[0].finish(before[1])
 
     def buffer_bytes(self) -> int:
-        """Memory that this rank's messages take at present, sent and received together: within the budget."""
+        """Memory that this rank's messages, sent and received, and the copies' tables take at present: within the budget."""
         storages = (message.untyped_storage() for step in self._rounds for _, message, _ in step.messages)
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        messages = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return messages + sum(copies.table_bytes() for step in self._rounds for copies in (step.pack, step.unpack, step.local))
 
     def release(self) -> None:
         """Free the buffers; the next run makes them again."""
@@ -133,34 +133,11 @@ class _Bucket:
     numel: int = 0
 
 
-class _Copies:
-    """Copies between fixed views: small ones of equal strides fused into one kernel, the others one by one."""
-
-    def __init__(self):
-        self._fused: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._single: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, target: Tensor, source: Tensor) -> None:
-        dense = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
-        if dense and target.numel() * target.itemsize < FUSED_BELOW:
-            # flat, since the fused kernel wants equal strides and those of dimensions of size 1 are arbitrary
-            self._fused[0].append(target.view(-1))
-            self._fused[1].append(source.view(-1))
-        else:
-            self._single.append((target, source))
-
-    def run(self) -> None:
-        for target, source in self._single:
-            target.copy_(source, non_blocking=True)
-        if self._fused[0]:
-            torch._foreach_copy_(*self._fused)
-
-
 class _Round:
     """One bucket to and from every peer that has one left, and a share of the local copies."""
 
     def __init__(self):
-        self.pack, self.unpack, self.local = _Copies(), _Copies(), _Copies()
+        self.pack, self.unpack, self.local = Copies(), Copies(), Copies()
         self.messages: list[tuple[bool, Tensor, int]] = []  # outgoing, message, peer (of the group)
 
     def add(self, peer: int, message: Tensor, bucket: _Bucket, tensors: Mapping[str, Tensor], outgoing: bool) -> None:
@@ -202,12 +179,11 @@ def _bucket_elements(plan: Plan, bucket_bytes: int) -> tuple[int, int]:
     step = max(1, ALIGNMENT // plan.itemsize)
     peers = max(1, plan.max_peers)
     longest = plan.max_message_bytes + plan.max_message_pieces * ALIGNMENT
-    sets = 1 if longest * peers <= bucket_bytes else 2
-    capacity = bucket_bytes // (sets * peers * plan.itemsize) // step * step
+    sets = 1 if longest * peers <= bucket_bytes * (1 - TABLES) else 2
+    capacity = int(bucket_bytes * (1 - TABLES)) // (sets * peers * plan.itemsize) // step * step
     if not capacity:
-        raise ValueError(
-            f"bucket_bytes={bucket_bytes} is too small for {peers} messages at a time: use at least {2 * peers * ALIGNMENT}"
-        )
+        least = int(2 * peers * ALIGNMENT / (1 - TABLES)) + 1
+        raise ValueError(f"bucket_bytes={bucket_bytes} is too small for {peers} messages at a time: use at least {least}")
     return sets, capacity
 
 

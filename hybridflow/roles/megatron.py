@@ -72,7 +72,7 @@ class MegatronRole(Role):
         rows = [None] * len(order)
         for index, output in zip(order, outputs, strict=True):
             rows[index] = output
-        return Batch({name: [row[name].cpu() for row in rows] for name in ("log_probs", "entropy")})
+        return Batch({name: [row[name] for row in rows] for name in ("log_probs", "entropy")})
 
 
 def _padded(tokens: int, multiple: int, budget: int) -> int:
