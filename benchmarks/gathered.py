@@ -1,12 +1,13 @@
 """The baseline of resharding, the way the field moves weights: every rank gets every HF tensor in full and takes its slice.
 
-Tensor by tensor, a training parameter is broadcast over PP and all-gathered over TP; the HF tensors in it are put together
-and handed on, to copies into the rollout's parameters (`GatheredCopy`) or to vLLM's own loader. Which parameter comes next and
-of what shape is worked out once, as the fastest of the field do; a gathered buffer that is the HF tensor already is not copied.
+Tensor by tensor, a training parameter is broadcast over PP and all-gathered over TP, or that of an expert over EP and ETP; the
+HF tensors in it are put together and handed on, to copies into the rollout's parameters (`GatheredCopy`) or to vLLM's own
+loader. Which parameter comes next and of what shape is worked out once, as the fastest of the field do; what lies in a
+gathered buffer as a whole HF tensor already is not copied.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext import weights
 from megatron_ext.hf_config import HFConfig
-from megatron_ext.layout import Coordinates, Layout
+from megatron_ext.layout import Layout
 from megatron_ext.tiles import Tile, TileMap, as_index
 
 # torch 2.13 deprecates the old name, torch 2.11 lacks the new one
@@ -26,7 +27,8 @@ class _Parameter(NamedTuple):
     name: str
     stage: int
     shape: tuple[int, ...]  # of a shard
-    shards: list[list[Tile]]  # by TP rank; one where all TP ranks hold the same
+    shards: list[list[Tile]]  # by rank of the group that has them; one where all its ranks hold the same
+    of_expert: bool  # the group is over EP and ETP, not over TP
 
 
 class GatheredStream:
@@ -41,8 +43,9 @@ class GatheredStream:
         self._me = layout.coordinates(dist.get_rank())
         self._shapes = weights.hf_shapes(hf)
         self._parameters = _parameters(hf, layout)
-        self._pp_group = _own_group(layout, lambda at: at._replace(pp=0))
-        self._tp_group = _own_group(layout, lambda at: at._replace(tp=0))
+        self._pp_group = _own_group(layout, lambda rank: layout.coordinates(rank)._replace(pp=0))
+        self._tp_group = _own_group(layout, lambda rank: layout.coordinates(rank)._replace(tp=0))
+        self._expert_group = _own_group(layout, lambda rank: (layout.coordinates(rank).pp, layout.expert_coordinates(rank).edp))
         sizes = [self._bytes(parameter) for parameter in self._parameters]
         self.received_bytes = sum(received for received, _ in sizes)
         self._most_held = max(held for _, held in sizes)
@@ -69,7 +72,7 @@ class GatheredStream:
         if len(parameter.shards) == 1:
             return shard.unsqueeze(0)
         gathered = torch.empty(len(parameter.shards), *parameter.shape, dtype=self._dtype, device=device)
-        _all_gather(gathered.view(-1), shard.view(-1), group=self._tp_group)
+        _all_gather(gathered.view(-1), shard.view(-1), group=self._expert_group if parameter.of_expert else self._tp_group)
         return gathered
 
     def _assemble(self, parameter: _Parameter, gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -80,6 +83,9 @@ class GatheredStream:
         whole: dict[str, Tensor] = {}
         for shard, tiles in zip(gathered, parameter.shards, strict=True):
             for tile in tiles:
+                if tile.shape == self._shapes[tile.hf_name]:
+                    yield tile.hf_name, shard[as_index(tile.local_slices)]
+                    continue
                 if tile.hf_name not in whole:
                     whole[tile.hf_name] = gathered.new_empty(self._shapes[tile.hf_name])
                 whole[tile.hf_name][as_index(tile.hf_slices)] = shard[as_index(tile.local_slices)]
@@ -90,7 +96,8 @@ class GatheredStream:
         shard, count = torch.Size(parameter.shape).numel() * self._dtype.itemsize, len(parameter.shards)
         broadcast = shard if parameter.stage != self._me.pp else 0
         gathered = count * shard if count > 1 else 0
-        names = {tile.hf_name for tiles in parameter.shards for tile in tiles}
+        tiles = [tile for tiles in parameter.shards for tile in tiles]
+        names = {tile.hf_name for tile in tiles if tile.shape != self._shapes[tile.hf_name]}
         assembled = 0 if _is_whole(parameter, self._shapes) else sum(torch.Size(self._shapes[name]).numel() for name in names)
         return broadcast + (count - 1) * shard, broadcast + gathered + assembled * self._dtype.itemsize
 
@@ -117,13 +124,14 @@ def _parameters(hf: HFConfig, layout: Layout) -> list[_Parameter]:
     """Stage by stage; a tied output layer is left out, as its tensor has come with the embedding."""
     parameters, seen = [], set()
     for stage in range(layout.pp):
-        ranks = [layout.rank(tp=tp, pp=stage) for tp in range(layout.tp)]
-        maps = [weights.tile_map(hf, layout, rank) for rank in ranks]
-        for name, shape in weights.local_shapes(hf, layout, ranks[0]).items():
-            shards = [tiles[name] for tiles in maps]
+        first = layout.rank(pp=stage)
+        maps = [weights.tile_map(hf, layout, first + n) for n in range(max(layout.tp, layout.ep * layout.etp))]
+        for name, shape in weights.local_shapes(hf, layout, first).items():
+            of_expert = ".mlp.experts." in name
+            shards = [tiles[name] for tiles in maps[: layout.ep * layout.etp if of_expert else layout.tp]]
             names = {tile.hf_name for tiles in shards for tile in tiles}
             if not names <= seen:
-                parameters.append(_Parameter(name, stage, shape, shards[:1] if _all_equal(shards) else shards))
+                parameters.append(_Parameter(name, stage, shape, shards[:1] if _all_equal(shards) else shards, of_expert))
                 seen |= names
     return parameters
 
@@ -145,15 +153,15 @@ def _is_whole(parameter: _Parameter, shapes: Mapping[str, tuple[int, ...]]) -> b
     )
 
 
-def _own_group(layout: Layout, key: Callable[[Coordinates], Coordinates]) -> dist.ProcessGroup | None:
+def _own_group(layout: Layout, key: Callable[[int], Hashable]) -> dist.ProcessGroup | None:
     """The group of this rank among those of ranks with equal keys; None where it is the default one, or nobody has a peer.
 
     Every rank makes all groups, in the same order.
     """
-    members: dict[Coordinates, list[int]] = defaultdict(list)
+    members: dict[Hashable, list[int]] = defaultdict(list)
     for rank in range(layout.world_size):
-        members[key(layout.coordinates(rank))].append(rank)
+        members[key(rank)].append(rank)
     if len(members) in (1, layout.world_size):
         return None
     groups = {name: dist.new_group(group) for name, group in members.items()}
-    return groups[key(layout.coordinates(dist.get_rank()))]
+    return groups[key(dist.get_rank())]

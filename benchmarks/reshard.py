@@ -5,11 +5,13 @@
         --out benchmarks/results/reshard_cpu.json
     torchrun --nproc-per-node gpu benchmarks/reshard.py --model configs/models/qwen2_7b.json --sweep --engine --cycles 20 \\
         --bucket-mb 1024 --out benchmarks/results/reshard_gpu.json
+    torchrun --nproc-per-node 2 benchmarks/reshard.py --model configs/models/qwen3_30b_a3b.json --layers 4 --ep 2 \\
+        --rollout-tp 2 --rollout-ep
 
 Random weights of the model's shapes, on GPUs where there are any, else on the CPU over gloo. The destination is plain tensors
 of vLLM's shapes, or with --engine the parameters of a vLLM engine in these processes. Baselines in the same run: `gathered`
-(each tensor broadcast over PP and all-gathered over TP, every rank copying its slice) and with --engine `reload_weights` (the
-same stream through vLLM's own loader). Every result is verified bit by bit; exit status 1 if one is wrong. `--sweep` goes
+(each tensor broadcast over PP and all-gathered over TP or EP, every rank copying its slice) and with --engine `reload_weights`
+(the same stream through vLLM's own loader). Every result is verified bit by bit; exit status 1 if one is wrong. `--sweep` goes
 through the layouts of benchmarks/layouts/RANKS.txt; `--out X.json` also draws X.png.
 """
 
@@ -31,24 +33,21 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks import record  # noqa: E402
 from benchmarks.bandwidth import Bandwidths, bandwidths  # noqa: E402
-from benchmarks.reshard_case import Case, Engines, Settings  # noqa: E402
-from hybridflow.rollout.tiles import check_tp  # noqa: E402
+from benchmarks.reshard_case import Case, Engines, Pair, Settings  # noqa: E402
 from megatron_ext import device  # noqa: E402
 from megatron_ext.hf_config import HFConfig  # noqa: E402
 from megatron_ext.layout import Layout  # noqa: E402
-
-Pair = tuple[Layout, int]  # training layout, rollout TP
 
 
 def main() -> int:
     arguments = parser().parse_args()
     world = int(os.environ.get("WORLD_SIZE", 1))
-    fields = json.loads(Path(arguments.model).read_text())
-    hf = HFConfig.from_dict(fields, arguments.model)
-    pairs = read_sweep(arguments.sweep, world) if arguments.sweep else [pair_of(arguments, world)]
-    for layout, rollout_tp in pairs:
-        layout.stage_layers(hf.num_layers)
-        check_tp(hf, rollout_tp)
+    try:
+        fields, hf, pairs = read_inputs(arguments, world)
+    except ValueError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
     join_world()
     settings = Settings(
         hf=hf,
@@ -61,8 +60,9 @@ def main() -> int:
     )
     engines = Engines(fields, hf, settings.dtype) if arguments.engine else None
     rows: list[dict[str, Any]] = []
-    for layout, rollout_tp in pairs:
-        rows.append(Case(settings, layout, rollout_tp, engines and engines.get(rollout_tp)).measure())
+    for pair in pairs:
+        engine = engines and engines.get(pair.engines(hf, settings.ranks_per_node), pair.rollout_ep)
+        rows.append(Case(settings, pair, engine).measure())
         release_memory()
         if dist.get_rank() == 0:
             report(arguments, fields, settings.bandwidths, rows)
@@ -76,8 +76,10 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--model", required=True, metavar="FILE", help="a config.json in HF format")
-    for name in ("tp", "pp", "vpp", "rollout-tp"):
+    result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
+    for name in ("tp", "pp", "vpp", "ep", "etp", "rollout-tp"):
         result.add_argument(f"--{name}", type=int, default=1)
+    result.add_argument("--rollout-ep", action="store_true", help="whole experts on every rank of an engine")
     layouts = ROOT / "benchmarks" / "layouts" / f"{os.environ.get('WORLD_SIZE', 1)}.txt"
     result.add_argument("--sweep", type=Path, nargs="?", const=layouts, metavar="FILE", help=f"default: {_short(layouts)}")
     result.add_argument("--engine", action="store_true", help="write into a vLLM engine's parameters")
@@ -89,27 +91,43 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def read_inputs(arguments: argparse.Namespace, world: int) -> tuple[dict[str, Any], HFConfig, list[Pair]]:
+    """The model's fields, what they say, and the layouts to go through. Raises ValueError if they don't fit."""
+    fields = json.loads(Path(arguments.model).read_text())
+    if arguments.layers:
+        fields["num_hidden_layers"] = arguments.layers
+    hf = HFConfig.from_dict(fields, arguments.model)
+    pairs = read_sweep(arguments.sweep, world) if arguments.sweep else [pair_of(arguments, world)]
+    for pair in pairs:
+        pair.check(hf)
+    return fields, hf, pairs
+
+
 def pair_of(arguments: argparse.Namespace, world: int) -> Pair:
-    return _layout({"TP": arguments.tp, "PP": arguments.pp, "VPP": arguments.vpp}, world, "the options"), arguments.rollout_tp
+    sizes = {name.upper(): getattr(arguments, name) for name in ("tp", "pp", "vpp", "ep", "etp")}
+    return Pair(_layout(sizes, world, "the options"), arguments.rollout_tp, arguments.rollout_ep)
 
 
 def read_sweep(file: Path, world: int) -> list[Pair]:
-    """Lines such as `TP2 PP2 VPP2 -> TP1`; a DP says how many ranks the line is for. `#` starts a comment."""
+    """Lines such as `TP2 PP2 VPP2 -> TP1` or `TP2 EP2 ETP1 -> TP2 EP`; a DP says how many ranks the line is for.
+
+    `#` starts a comment.
+    """
     pairs = []
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         text, where = line.partition("#")[0].strip(), f"{file}:{number}"
         if not text:
             continue
-        match = re.fullmatch(r"((?:(?:TP|PP|VPP|DP)\d+\s+)+)->\s*TP(\d+)", text)
+        match = re.fullmatch(r"((?:(?:TP|PP|VPP|EP|ETP|DP)\d+\s+)+)->\s*TP(\d+)(\s+EP)?", text)
         if not match:
-            raise ValueError(f"{where}: {text!r} is not of the form `TP2 PP2 VPP1 DP1 -> TP1`")
+            raise ValueError(f"{where}: {text!r} is not of the form `TP2 PP2 VPP1 EP1 ETP1 DP1 -> TP1` or `... -> TP1 EP`")
         sizes = {name: int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", match[1])}
-        pairs.append((_layout(sizes, world, where), int(match[2])))
+        pairs.append(Pair(_layout(sizes, world, where), int(match[2]), bool(match[3])))
     return pairs
 
 
 def _layout(sizes: dict[str, int], world: int, where: str) -> Layout:
-    layout = Layout(world, tp=sizes.get("TP", 1), pp=sizes.get("PP", 1), vpp=sizes.get("VPP", 1))
+    layout = Layout(world, **{name: sizes.get(name.upper(), 1) for name in ("tp", "pp", "vpp", "ep", "etp")})
     dp = sizes.get("DP", max(1, layout.dp))
     if layout.tp * layout.pp * dp != world:
         raise ValueError(f"{where}: TP{layout.tp} x PP{layout.pp} x DP{dp} does not make up {world} ranks")
@@ -143,7 +161,8 @@ def report(arguments: argparse.Namespace, fields: dict[str, Any], known: Bandwid
         options = {name: _short(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
         results = {"bandwidths": known._asdict(), "rows": rows}
         record.write(arguments.out, {**options, "model_fields": fields}, results)
-        draw(rows, arguments.out.with_suffix(".png"), f"{Path(arguments.model).stem}, {arguments.dtype}")
+        model = Path(arguments.model).stem + (f" of {arguments.layers} layers" if arguments.layers else "")
+        draw(rows, arguments.out.with_suffix(".png"), f"{model}, {arguments.dtype}")
 
 
 def _short(path: Path) -> str:

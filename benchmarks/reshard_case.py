@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from hybridflow.resharding.verify import ReshardingMismatch, verify
 from hybridflow.rollout import tiles as rollout
 from hybridflow.rollout import vllm_compat
 from hybridflow.rollout.engine import Engine
+from hybridflow.rollout.grouping import EngineLayout, choose_engines
 from megatron_ext import device, weights
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
@@ -31,6 +32,28 @@ ENGINE_ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8}
 ENGINE_BYTES = 16 << 30  # of a GPU for the engine beyond its weights: activations and a small KV cache
 ENGINE_SHARE_ON_CPU = 0.1  # of the host's memory, for the KV caches
 POISON = -7.0
+
+
+class Pair(NamedTuple):
+    """A training layout and the rollout's."""
+
+    training: Layout
+    rollout_tp: int
+    rollout_ep: bool = False
+
+    @property
+    def rollout(self) -> str:
+        return f"TP{self.rollout_tp}" + " EP" * self.rollout_ep
+
+    def check(self, hf: HFConfig) -> None:
+        """Raises ValueError if one of the layouts cannot hold the model."""
+        self.training.stage_layers(hf.num_layers)
+        self.training.check_experts(hf.num_experts, hf.moe_intermediate_size)
+        rollout.check_tp(hf, self.rollout_tp, self.rollout_ep)
+
+    def engines(self, hf: HFConfig, ranks_per_node: int) -> EngineLayout:
+        """The ranks of each engine, as a job has them by default: those that receive least."""
+        return choose_engines(hf, self.training, self.rollout_tp, ranks_per_node, self.rollout_ep).layout
 
 
 @dataclass(frozen=True)
@@ -45,53 +68,59 @@ class Settings:
 
 
 class Engines:
-    """The vLLM engine in this process, kept as long as the next case wants the same TP. Collective."""
+    """The vLLM engine in this process, kept as long as the next case wants the same layout. Collective."""
 
     def __init__(self, fields: dict[str, Any], hf: HFConfig, dtype: torch.dtype):
         self._folder, self._hf, self._itemsize = tempfile.TemporaryDirectory(), hf, dtype.itemsize
         (Path(self._folder.name) / "config.json").write_text(json.dumps(fields))
         self._dtype = str(dtype).removeprefix("torch.")
-        self._tp, self._engine = 0, None
+        self._engine: Engine | None = None
+        self._layout: tuple[EngineLayout, bool] | None = None
 
-    def get(self, tp: int) -> Engine:
-        if tp != self._tp:
+    def get(self, layout: EngineLayout, expert_parallel: bool = False) -> Engine:
+        if (layout, expert_parallel) != self._layout:
             self.close()
-            engine = Engine(self._folder.name, tp, self._dtype, 256, self._memory_share(tp), engine_args=ENGINE_ARGUMENTS)
-            self._tp, self._engine = tp, engine
+            share = self._memory_share(layout.tp, expert_parallel)
+            arguments = {"engine_args": ENGINE_ARGUMENTS, "expert_parallel": expert_parallel, "order": layout.order}
+            self._engine = Engine(self._folder.name, layout.tp, self._dtype, 256, share, **arguments)
+            self._layout = layout, expert_parallel
         return self._engine
 
-    def _memory_share(self, tp: int) -> float:
+    def _memory_share(self, tp: int, expert_parallel: bool) -> float:
         if not torch.cuda.is_available():
             return ENGINE_SHARE_ON_CPU
-        shapes = rollout.local_shapes(self._hf, tp, 0).values()
+        shapes = rollout.local_shapes(self._hf, tp, 0, expert_parallel).values()
         needed = self._itemsize * sum(torch.Size(shape).numel() for shape in shapes) + ENGINE_BYTES
         return needed / torch.cuda.mem_get_info()[1]
 
     def close(self) -> None:
         if self._engine:
             self._engine.close()
-        self._tp, self._engine = 0, None
+        self._engine = self._layout = None
 
 
 class Case:
     """Both sides of one pair of layouts on this rank, and what is done with them. Building and every method is collective."""
 
-    def __init__(self, settings: Settings, layout: Layout, rollout_tp: int, engine: Engine | None = None):
-        self.settings, self.layout, self.rollout_tp, self.engine = settings, layout, rollout_tp, engine
-        self._rank, ranks = dist.get_rank(), range(layout.world_size)
-        hf = settings.hf
-        self.source_tiles = [weights.tile_map(hf, layout, rank) for rank in ranks]
-        self.destination_tiles = [rollout.tile_map(hf, rollout_tp, rank % rollout_tp) for rank in ranks]
+    def __init__(self, settings: Settings, pair: Pair, engine: Engine | None = None):
+        self.settings, self.pair, self.engine = settings, pair, engine
+        self._rank, layout, hf = dist.get_rank(), pair.training, settings.hf
+        engines = pair.engines(hf, settings.ranks_per_node)
+        places = [(engines.tp, engines.coordinates(rank).tp, pair.rollout_ep) for rank in range(layout.world_size)]
+        self.source_tiles = [weights.tile_map(hf, layout, rank) for rank in range(layout.world_size)]
+        self.destination_tiles = [rollout.tile_map(hf, *place) for place in places]
         self.source = _empty(weights.local_shapes(hf, layout, self._rank), settings.dtype)
         fill(self.source, self.source_tiles[self._rank], weights.hf_shapes(hf))
         if engine is None:
-            self.destination = _empty(rollout.local_shapes(hf, rollout_tp, self._rank % rollout_tp), settings.dtype)
+            self.destination = _empty(rollout.local_shapes(hf, *places[self._rank]), settings.dtype)
+        # vLLM's own loader does not repeat the packing of experts on CPU: they come out wrong
+        self._reloads = engine is not None and (torch.cuda.is_available() or not hf.is_moe)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The rollout's. An engine is asked anew, as its own loader may have replaced what it had."""
+        """The rollout's. An engine is asked anew where its own loader may have replaced what it had."""
         if self.engine is None:
             return self.destination
-        return {name: tensor.detach() for name, tensor in vllm_compat.model(self.engine._llm).named_parameters()}
+        return vllm_compat.writable_parameters(self.engine._llm) if self._reloads else self.engine.parameters()
 
     def measure(self) -> dict[str, Any]:
         """All figures of one row; bytes are the most of any rank, seconds the slowest rank's."""
@@ -100,15 +129,15 @@ class Case:
         plan = make_plan(self._rank, *sides, self.settings.dtype.itemsize, self.settings.ranks_per_node)
         planned = _most(time.perf_counter() - started)
         resharder = Resharder(plan, self.source, self.parameters(), self.settings.bucket_bytes)
-        stream = GatheredStream(self.settings.hf, self.layout, self.source, self.settings.dtype)
+        stream = GatheredStream(self.settings.hf, self.pair.training, self.source, self.settings.dtype)
         copies = GatheredCopy(stream, self.destination_tiles[self._rank], self.parameters())
         actions = {"ours": resharder.run, "gathered": copies.run}
-        if self.engine:
+        if self._reloads:
             actions["reload_weights"] = lambda: self._reload(stream)
         row = {
-            "training": self.layout.describe() if self.layout.world_size > 1 else "TP1",
-            "rollout": f"TP{self.rollout_tp}",
-            "ranks": self.layout.world_size,
+            "training": self.pair.training.describe() if self.pair.training.world_size > 1 else "TP1",
+            "rollout": self.pair.rollout,
+            "ranks": self.pair.training.world_size,
             "plan_seconds": planned,
             **self._sizes(plan),
         }
@@ -153,7 +182,7 @@ class Case:
 
     def verified(self) -> bool:
         """What the product's own check says; a mismatch is printed, as the other figures are worth having all the same."""
-        names = f"training {self.layout.describe()}", f"rollout TP{self.rollout_tp}"
+        names = f"training {self.pair.training.describe()}", f"rollout {self.pair.rollout}"
         shapes = weights.hf_shapes(self.settings.hf)
         try:
             verify(self.source_tiles, self.source, self.destination_tiles, self.parameters(), shapes=shapes, layouts=names)

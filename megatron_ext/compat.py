@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from packaging.version import Version
@@ -51,7 +51,74 @@ def patch() -> None:
     check_version()
     _rotate_packed_sequences_at_once()
     _share_equal_groups()
+    _route_without_transformer_engine()
+    _gather_unequal_rows_over_gloo()
     _quieten()
+
+
+def mark_experts(chunks: Iterable[torch.nn.Module], own_groups: bool) -> None:
+    """Say of the experts' weights how their gradients are reduced; call it before the chunks are wrapped.
+
+    Without this 0.16 reduces the gradients of experts that tensor-parallel ranks hold whole (ep=1, etp < tp) over the dense
+    data-parallel group, which leaves the tensor-parallel peers' tokens out, and with Transformer Engine counts only the first
+    tensor-parallel rank's experts in the gradient's norm. 0.19 says the same by itself; goes with 0.16.
+
+    Args:
+        own_groups: reduce over the expert data-parallel group, not the dense one.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = not own_groups
+                parameter.tensor_model_parallel = True
+
+
+def _route_without_transformer_engine() -> None:
+    """Experts without Transformer Engine and on a CPU.
+
+    The router asks for `te_general_gemm`, which 0.16 does not define then (0.19 does), and counts that are on the CPU already
+    stay tensors where the dispatcher asks for numpy arrays (0.16 .. 0.19). Goes when the latter is fixed upstream.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    upstream = moe_utils.maybe_move_tensor_to_cpu
+
+    def move(tensor, as_numpy: bool = False, record_stream: bool = False):
+        if torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.numpy() if as_numpy else tensor
+        return upstream(tensor, as_numpy, record_stream)
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _gather_unequal_rows_over_gloo() -> None:
+    """Gather and reduce-scatter rows of which the ranks of a group have unlike many, as experts split by etp ask for.
+
+    gloo takes equal numbers only. Goes when it takes others; NCCL is left alone.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_rows(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or input_.is_cuda or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:rows] for part, rows in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_rows(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or input_.is_cuda or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return torch.split(total, input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_rows, reduce_scatter_rows
 
 
 def _quieten() -> None:
@@ -60,8 +127,10 @@ def _quieten() -> None:
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(lambda record: "DEPRECATED" not in record.getMessage())
     for message in (
         "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
-        "When using async grad allreduce it is recommended",  # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
+        # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
+        "When using (async grad allreduce|sequence parallelism) it is recommended",
         "TypedStorage is deprecated",  # gradient buffers that are emptied and filled again, 0.16 .. 0.19
+        "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts that etp leaves whole
         r"`torch\.distributed\.\w+_tensor` is deprecated",  # collectives as 0.16 .. 0.19 call them, renamed in torch 2.13
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -7,7 +7,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+}
+# What a layer's router and each expert's gate, up and down projection are called in the checkpoint.
+_MOE_NAMES = {
+    "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
 
 # Fields that change the computation: only these values are built.
 _REQUIRED = {
@@ -22,12 +33,22 @@ _REQUIRED = {
     "logits_scaling": (None,),
     "quantization_config": (None,),
     "pretraining_tp": (1, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "router_jitter_noise": (0.0, None),
+    "shared_expert_intermediate_size": (0, None),
+    "num_shared_experts": (0, None),
+    "n_shared_experts": (0, None),
 }
 _READ = {
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "max_position_embeddings", "layer_types", "attention_dropout",
 }  # fmt: skip
+_LONGEST = {"mixtral": 131072}  # max_position_embeddings where a config leaves it out
+_READ_MOE = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+# The auxiliary loss is left out: it would pull the policy away from the objective's own gradient.
+_NEUTRAL_MOE = {"router_aux_loss_coef", "output_router_logits"}
 # Fields that say nothing about the forward pass as it is built here.
 _NEUTRAL = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -43,7 +64,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A dense decoder of the Llama, Qwen2 or Qwen3 family."""
+    """A decoder of the Llama, Qwen2 or Qwen3 family, or one whose every layer has experts (Qwen3-MoE, Mixtral)."""
 
     family: str
     architecture: str
@@ -60,6 +81,24 @@ class HFConfig:
     max_position_embeddings: int
     qkv_bias: bool
     qk_norm: bool
+    num_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0  # of one expert
+    norm_topk_prob: bool = True  # the weights of the chosen experts add up to 1
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    def router_name(self, layer: int) -> str:
+        """The HF tensor [num_experts, hidden_size] that scores the experts; of a model with experts only."""
+        return f"model.layers.{layer}.{_MOE_NAMES[self.family][0]}.weight"
+
+    def expert_names(self, layer: int, expert: int) -> tuple[str, str, str]:
+        """The HF tensors of an expert's gate and up projection, [inner, hidden] each, and of its down projection."""
+        _, experts, projections = _MOE_NAMES[self.family]
+        gate, up, down = (f"model.layers.{layer}.{experts}.{expert}.{name}.weight" for name in projections)
+        return gate, up, down
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "HFConfig":
@@ -88,7 +127,7 @@ class HFConfig:
                 f"{where}: architecture {architectures[0]} is not supported: use one of {', '.join(ARCHITECTURES)}"
             )
         family = ARCHITECTURES[architectures[0]]
-        _refuse(fields, where)
+        _refuse(fields, where, family)
         try:
             heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
             return cls(
@@ -102,17 +141,38 @@ class HFConfig:
                 head_dim=fields.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
                 vocab_size=fields["vocab_size"],
                 tied=bool(fields.get("tie_word_embeddings", False)),
-                rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-                rope_theta=_rope_theta(fields, where),
-                max_position_embeddings=fields.get("max_position_embeddings", 32768),
+                rms_norm_eps=fields.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
+                rope_theta=_rope_theta(fields, where, 1e6 if family == "mixtral" else 1e4),
+                max_position_embeddings=fields.get("max_position_embeddings", _LONGEST.get(family, 32768)),
                 qkv_bias=family == "qwen2",
-                qk_norm=family == "qwen3",
+                qk_norm=family in ("qwen3", "qwen3_moe"),
+                **_experts(fields, where, family),
             )
         except KeyError as error:
             raise UnsupportedModel(f"{where}: field {error.args[0]} is missing") from error
 
 
-def _refuse(fields: dict, where: str) -> None:
+def _experts(fields: dict, where: str, family: str) -> dict[str, object]:
+    if family not in _MOE_NAMES:
+        return {}
+    # transformers 5 writes Qwen3-MoE's number under Mixtral's name
+    experts = fields["num_local_experts"] if "num_local_experts" in fields else fields["num_experts"]
+    chosen = fields["num_experts_per_tok"]
+    if not 1 <= chosen <= experts:
+        raise UnsupportedModel(f"{where}: num_experts_per_tok={chosen} is not from 1 to the number of experts, {experts}")
+    mixtral = family == "mixtral"
+    normalised = mixtral or bool(fields.get("norm_topk_prob", False))
+    if chosen == 1 and normalised:
+        raise UnsupportedModel(f"{where}: num_experts_per_tok=1 with a weight that is always 1 leaves the router untrained")
+    return {
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "moe_intermediate_size": fields["intermediate_size" if mixtral else "moe_intermediate_size"],
+        "norm_topk_prob": normalised,
+    }
+
+
+def _refuse(fields: dict, where: str, family: str) -> None:
     for name, allowed in _REQUIRED.items():
         if name in fields and fields[name] not in allowed:
             raise UnsupportedModel(f"{where}: {name}={fields[name]!r} is not supported (only {allowed[0]!r})")
@@ -120,14 +180,17 @@ def _refuse(fields: dict, where: str) -> None:
         raise UnsupportedModel(f"{where}: attention_dropout={fields['attention_dropout']} is not supported (only 0.0)")
     if set(fields.get("layer_types") or ()) - {"full_attention"}:
         raise UnsupportedModel(f"{where}: layer_types other than full_attention are not supported")
+    window, longest = fields.get("sliding_window"), fields.get("max_position_embeddings", _LONGEST["mixtral"])
+    if family == "mixtral" and window is not None and window < longest:  # the Qwen families have a switch for it
+        raise UnsupportedModel(f"{where}: sliding_window={window} below max_position_embeddings={longest} is not supported")
+    understood = _READ | _REQUIRED.keys() | _NEUTRAL | (_READ_MOE | _NEUTRAL_MOE if family in _MOE_NAMES else set())
     for name, value in fields.items():
-        known = name in _READ or name in _REQUIRED or name in _NEUTRAL
         # an unknown switch or number may change the computation; names and nested notes do not
-        if not known and isinstance(value, bool | int | float) and value:
+        if name not in understood and isinstance(value, bool | int | float) and value:
             raise UnsupportedModel(f"{where}: field {name}={value!r} is unknown here and may change the computation")
 
 
-def _rope_theta(fields: dict, where: str) -> float:
+def _rope_theta(fields: dict, where: str, default: float) -> float:
     for name in ("rope_scaling", "rope_parameters"):  # the second is transformers 5's name for both
         rope = fields.get(name) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -135,4 +198,4 @@ def _rope_theta(fields: dict, where: str) -> float:
             raise UnsupportedModel(f"{where}: {name} of type {kind!r} is not supported (only plain RoPE)")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedModel(f"{where}: {name}.partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
-    return float((fields.get("rope_parameters") or {}).get("rope_theta", fields.get("rope_theta", 10000.0)))
+    return float((fields.get("rope_parameters") or {}).get("rope_theta", fields.get("rope_theta", default)))

@@ -1,4 +1,4 @@
-"""Layers for Megatron's local spec (no Transformer Engine), and the layer specs of a dense decoder.
+"""Layers for Megatron's local spec (no Transformer Engine), and the specs of a decoder's layers.
 
 Upstream's local spec has a norm that refuses sequence parallelism and an attention that refuses packed sequences; the two
 classes here replace them. The TE spec is taken as it is.
@@ -41,11 +41,12 @@ def layer_spec(hf: HFConfig, spec: str) -> ModuleSpec:
     Raises:
         ValueError: `spec` is not one of SPECS.
     """
+    experts = {"num_experts": hf.num_experts, "moe_grouped_gemm": spec == "te"} if hf.is_moe else {}
     if spec == "te":
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=hf.qk_norm)
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=hf.qk_norm, **experts)
     if spec != "local":
         raise ValueError(f"layer spec {spec!r} is unknown: use one of {', '.join(SPECS)}")
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm")
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm", **experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention

@@ -13,6 +13,12 @@ class Coordinates(NamedTuple):
     pp: int
 
 
+class ExpertCoordinates(NamedTuple):
+    etp: int
+    ep: int
+    edp: int
+
+
 @dataclass(frozen=True)
 class Split:
     """How layers are split over the chunks of a pipeline; chunks are in the model's order: the first of every stage, the
@@ -29,7 +35,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a role's parallel dimensions over `world_size` ranks, in Megatron's default rank order tp-cp-dp-pp."""
+    """Sizes of a role's parallel dimensions over `world_size` ranks, in Megatron's default rank order tp-cp-dp-pp.
+
+    Experts have dimensions of their own over the same ranks of a pipeline stage, in the order etp-ep-edp: etp ranks share the
+    matrices of an expert, ep ranks the experts, and edp (expert data parallel) ranks hold the same ones.
+    """
 
     world_size: int
     tp: int = 1
@@ -45,6 +55,10 @@ class Layout:
     def dp(self) -> int:
         return self.world_size // (self.tp * self.pp * self.cp)
 
+    @property
+    def edp(self) -> int:
+        return self.world_size // (self.pp * self.ep * self.etp)
+
     def coordinates(self, rank: int) -> Coordinates:
         tp, rest = rank % self.tp, rank // self.tp
         cp, rest = rest % self.cp, rest // self.cp
@@ -52,6 +66,46 @@ class Layout:
 
     def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """Where a rank stands among the ranks of its pipeline stage as far as experts are concerned."""
+        in_stage = rank % (self.world_size // self.pp)
+        return ExpertCoordinates(in_stage % self.etp, in_stage // self.etp % self.ep, in_stage // (self.etp * self.ep))
+
+    def check_experts(self, num_experts: int, moe_intermediate_size: int) -> None:
+        """Whether experts can be spread as this layout says; `num_experts` 0 stands for a dense model.
+
+        Raises:
+            ValueError: they can't; names both numbers.
+        """
+        for name, size in (("ep", self.ep), ("etp", self.etp)):
+            if size > 1 and not num_experts:
+                raise ValueError(f"{name}={size} spreads experts, and the model has none: use {name}=1")
+        ranks = self.world_size // self.pp
+        if ranks % (self.ep * self.etp):
+            raise ValueError(
+                f"ep={self.ep} x etp={self.etp} = {self.ep * self.etp} does not divide the {ranks} ranks of a pipeline stage: "
+                "change ep or etp"
+            )
+        if num_experts % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide the model's {num_experts} experts: choose one that does")
+        if moe_intermediate_size % self.etp:
+            raise ValueError(
+                f"etp={self.etp} does not divide the experts' inner size of {moe_intermediate_size}: choose one that does"
+            )
+
+    def check_training(self, num_experts: int) -> None:
+        """What building the model asks for beyond holding its weights; ValueError names both values."""
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} needs more than one pipeline stage: use vpp=1 with pp=1")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel=true needs tp > 1: use sequence_parallel=false with tp=1")
+        if num_experts and self.tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel=false: Megatron trains experts at tp={self.tp} with sequence_parallel=true only"
+            )
+        if self.cp > 1:
+            raise ValueError(f"cp={self.cp} is not supported yet: use 1")
 
     def stage_layers(self, num_layers: int) -> list[list[list[int]]]:
         """Global layer indices by [pp rank][chunk]; every layer is in one chunk, in order (`Split`).
@@ -71,7 +125,7 @@ class Layout:
         return " | ".join("+".join(map(str, stage)) for stage in counts)
 
     def describe(self) -> str:
-        names = ("tp", "pp", "vpp", "cp", "ep", "dp")
+        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
         return " x ".join(f"{n.upper()}{getattr(self, n)}" for n in names if getattr(self, n) > 1) or "one rank"
 
 

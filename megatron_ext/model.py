@@ -30,22 +30,16 @@ def check_layout(hf: HFConfig, layout: Layout) -> None:
     Raises:
         ValueError: it can't; names both numbers and what would work.
     """
-    for name, size in (
-        ("num_attention_heads", hf.num_heads),
-        ("num_key_value_heads", hf.num_kv_heads),
-        ("intermediate_size", hf.intermediate_size),
-    ):
+    sizes = {"num_attention_heads": hf.num_heads, "num_key_value_heads": hf.num_kv_heads}
+    if not hf.is_moe:  # experts are split by etp
+        sizes["intermediate_size"] = hf.intermediate_size
+    for name, size in sizes.items():
         if size % layout.tp:
             common = [str(n) for n in range(1, hf.num_kv_heads + 1) if hf.num_heads % n == hf.num_kv_heads % n == 0]
             raise ValueError(f"tp={layout.tp} does not divide {name}={size}: use {' or '.join(common)}")
     layout.stage_layers(hf.num_layers)
-    if layout.vpp > 1 and layout.pp == 1:
-        raise ValueError(f"vpp={layout.vpp} needs more than one pipeline stage: use vpp=1 with pp=1")
-    if layout.sequence_parallel and layout.tp == 1:
-        raise ValueError("sequence_parallel=true needs tp > 1: use sequence_parallel=false with tp=1")
-    for name in ("cp", "ep", "etp"):
-        if getattr(layout, name) > 1:
-            raise ValueError(f"{name}={getattr(layout, name)} is not supported for a dense model yet: use 1")
+    layout.check_experts(hf.num_experts, hf.moe_intermediate_size)
+    layout.check_training(hf.num_experts)
 
 
 def transformer_config(
@@ -73,6 +67,10 @@ def transformer_config(
     if unknown:
         raise ValueError(f"megatron.{unknown[0]} is not a field of TransformerConfig in megatron-core {compat.check_version()}")
     fields = _architecture(hf) | _parallelism(hf, layout, dtype) | _fusions() | RECOMPUTE[recompute]
+    if hf.is_moe:
+        fields |= _experts(hf, layout)
+        if recompute == "mlp":
+            fields["recompute_modules"] = ["moe"]
     return TransformerConfig(**{**fields, **overrides})
 
 
@@ -105,6 +103,8 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.true_vocab_size = hf.vocab_size  # what step.py masks by
         chunks.append(chunk.to(device=device.current(), dtype=config.params_dtype))
+    if hf.is_moe:
+        compat.mark_experts(chunks, layout.ep > 1 or layout.etp != layout.tp)
     _check_layers(chunks, layers, stage)
     return chunks
 
@@ -145,6 +145,27 @@ def _architecture(hf: HFConfig) -> dict[str, object]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "attention_softmax_in_fp32": True,
+    }
+
+
+def _experts(hf: HFConfig, layout: Layout) -> dict[str, object]:
+    """HF's routing: softmax over all experts in fp32, the top k of them, their weights divided by their sum if normalised.
+
+    Which is the softmax over the chosen logits alone, Megatron's default order. No token is dropped and no loss added.
+    """
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_router_topk": hf.experts_per_token,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,  # of Transformer Engine's spec; the local one has an expert at a time
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
     }
 
 

@@ -1,10 +1,11 @@
 """Where a Megatron rank's weights are in the HF model: tile maps, loading from and exporting to an HF folder.
 
-The maps are pure: a function of (HF config, layout, rank, spec). Loading reads only the slices that a rank holds; exporting
-writes file by file, so that no rank ever has the whole model. Parameters are plain `dict[name, Tensor]` everywhere, with
-global layer numbers in the names (`named_parameters` makes that of a rank's chunks).
+The maps are pure: a function of (HF config, layout, rank, spec), and ranks that hold the same share one map. Loading reads
+only the slices that a rank holds; exporting writes file by file, so that no rank ever has the whole model. Parameters are plain
+`dict[name, Tensor]` everywhere, with global layer numbers in the names (`named_parameters` makes that of a rank's chunks).
 """
 
+import functools
 import json
 import re
 import shutil
@@ -37,6 +38,9 @@ _NORMS = {
         "post_attention_layernorm": "mlp.linear_fc1.layer_norm_weight",
     },
 }
+_MOE_NORM = "pre_mlp_layernorm.weight"  # fused by neither: the router reads the norm's output too
+# The weight of a local expert's linear layer, by spec.
+_EXPERT = {"local": "local_experts.{expert}.{linear}.weight", "te": "{linear}.weight{expert}"}
 
 
 class WeightsError(ValueError):
@@ -46,8 +50,9 @@ class WeightsError(ValueError):
 # ---------------------------------------------------------------------------------------------------------------- shapes
 
 
+@functools.cache
 def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the HF checkpoint, in the model's order. A tied output layer is not among them."""
+    """Every tensor of the HF checkpoint, in the model's order, a tied output layer not among them. Cached: don't change it."""
     hidden, queries, keys = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hidden)}
     for layer in range(hf.num_layers):
@@ -59,8 +64,12 @@ def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, queries)
         if hf.qk_norm:
             shapes[f"{prefix}self_attn.q_norm.weight"] = shapes[f"{prefix}self_attn.k_norm.weight"] = (hf.head_dim,)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (hf.intermediate_size, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, hf.intermediate_size)
+        if hf.is_moe:
+            shapes[hf.router_name(layer)] = (hf.num_experts, hidden)
+        inner = hf.moe_intermediate_size if hf.is_moe else hf.intermediate_size
+        for gate, up, down in _mlp_names(hf, layer):
+            shapes[gate] = shapes[up] = (inner, hidden)
+            shapes[down] = (hidden, inner)
         shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
     if not hf.tied:
@@ -68,36 +77,68 @@ def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _mlp_names(hf: HFConfig, layer: int) -> list[tuple[str, str, str]]:
+    """Gate, up and down projection of each expert of a layer; of its only MLP in a dense model."""
+    if hf.is_moe:
+        return [hf.expert_names(layer, expert) for expert in range(hf.num_experts)]
+    prefix = f"model.layers.{layer}.mlp."
+    return [(f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight", f"{prefix}down_proj.weight")]
+
+
 # -------------------------------------------------------------------------------------------------------------- tile map
 
 
+class _Place(NamedTuple):
+    """What of a rank's coordinates decides what it holds: (size, rank) of each dimension."""
+
+    tp: tuple[int, int]
+    etp: tuple[int, int]
+    ep: tuple[int, int]
+    first: bool
+    last: bool
+    layers: tuple[int, ...]
+
+
 def tile_map(hf: HFConfig, layout: Layout, rank: int, spec: str = "local") -> TileMap:
-    """The tiles of one rank's parameters, for the "local" or the "te" layer spec.
+    """The tiles of one rank's parameters, for the "local" or the "te" layer spec. Ranks that hold the same get the same object:
+    don't change it.
 
     Parameters have global layer numbers; rows of the padded vocabulary that HF lacks belong to no tile, and a parameter that
     is padding only has an empty list. Under PP a tied embedding is on the first stage and again, as `output_layer.weight`,
-    on the last.
+    on the last. Experts are numbered from 0 on each rank; expert parallel rank r has the r-th even share of them.
 
     Raises:
         ValueError: the layout doesn't divide the model.
     """
     if spec not in _NORMS:
         raise ValueError(f"spec={spec!r} is unknown: use one of {', '.join(_NORMS)}")
-    shapes = hf_shapes(hf)
-    where = layout.coordinates(rank)
-    first, last = where.pp == 0, where.pp == layout.pp - 1
+    layout.check_experts(hf.num_experts, hf.moe_intermediate_size)
+    where, experts = layout.coordinates(rank), layout.expert_coordinates(rank)
+    place = _Place(
+        tp=(layout.tp, where.tp),
+        etp=(layout.etp, experts.etp),
+        ep=(layout.ep, experts.ep),
+        first=where.pp == 0,
+        last=where.pp == layout.pp - 1,
+        layers=tuple(layer for chunk in layout.stage_layers(hf.num_layers)[where.pp] for layer in chunk),
+    )
+    return _tiles(hf, place, spec)
+
+
+@functools.cache
+def _tiles(hf: HFConfig, place: _Place, spec: str) -> TileMap:
+    tp, tp_rank = place.tp
     tiles: TileMap = {}
-    if first:
-        tiles["embedding.word_embeddings.weight"] = _vocabulary(hf, layout.tp, where.tp, EMBEDDING)
-    for chunk in layout.stage_layers(hf.num_layers)[where.pp]:
-        for layer in chunk:
-            tiles |= _layer(hf, shapes, layer, layout.tp, where.tp, spec)
-    if last:
-        tiles["decoder.final_layernorm.weight"] = [_whole("model.norm.weight", shapes)]
+    if place.first:
+        tiles["embedding.word_embeddings.weight"] = _vocabulary(hf, tp, tp_rank, EMBEDDING)
+    for layer in place.layers:
+        tiles |= _layer(hf, layer, place, spec)
+    if place.last:
+        tiles["decoder.final_layernorm.weight"] = [_whole("model.norm.weight", hf_shapes(hf))]
         if not hf.tied:
-            tiles["output_layer.weight"] = _vocabulary(hf, layout.tp, where.tp, "lm_head.weight")
-        elif not first:
-            tiles["output_layer.weight"] = _vocabulary(hf, layout.tp, where.tp, EMBEDDING)
+            tiles["output_layer.weight"] = _vocabulary(hf, tp, tp_rank, "lm_head.weight")
+        elif not place.first:
+            tiles["output_layer.weight"] = _vocabulary(hf, tp, tp_rank, EMBEDDING)
     return tiles
 
 
@@ -109,9 +150,11 @@ def local_shapes(hf: HFConfig, layout: Layout, rank: int, spec: str = "local") -
     return {name: vocabulary if name in padded else local_extent(held) for name, held in tiles.items()}
 
 
-def _layer(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]], layer: int, tp: int, rank: int, spec: str) -> TileMap:
-    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-    tiles: TileMap = {ours + name: [_whole(f"{theirs}{norm}.weight", shapes)] for norm, name in _NORMS[spec].items()}
+def _layer(hf: HFConfig, layer: int, place: _Place, spec: str) -> TileMap:
+    theirs, ours, shapes = f"model.layers.{layer}.", f"decoder.layers.{layer}.", hf_shapes(hf)
+    tp, rank = place.tp
+    norms = _NORMS[spec] | ({"post_attention_layernorm": _MOE_NORM} if hf.is_moe else {})
+    tiles: TileMap = {ours + name: [_whole(f"{theirs}{norm}.weight", shapes)] for norm, name in norms.items()}
     for kind in ("weight", "bias") if hf.qkv_bias else ("weight",):
         tiles[f"{ours}self_attention.linear_qkv.{kind}"] = _qkv(hf, f"{theirs}self_attn.", kind, tp, rank)
     if hf.qk_norm:
@@ -120,11 +163,26 @@ def _layer(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]], layer: int, tp: 
                 _whole(f"{theirs}self_attn.{letter}_norm.weight", shapes)
             ]
     tiles[f"{ours}self_attention.linear_proj.weight"] = [_share(f"{theirs}self_attn.o_proj.weight", shapes, 1, tp, rank)]
-    gate = _share(f"{theirs}mlp.gate_proj.weight", shapes, 0, tp, rank)
-    up = _share(f"{theirs}mlp.up_proj.weight", shapes, 0, tp, rank, local_start=gate.shape[0])
-    tiles[f"{ours}mlp.linear_fc1.weight"] = [gate, up]
-    tiles[f"{ours}mlp.linear_fc2.weight"] = [_share(f"{theirs}mlp.down_proj.weight", shapes, 1, tp, rank)]
+    if not hf.is_moe:
+        fc1, fc2 = _mlp(_mlp_names(hf, layer)[0], shapes, tp, rank)
+        return tiles | {f"{ours}mlp.linear_fc1.weight": fc1, f"{ours}mlp.linear_fc2.weight": fc2}
+    tiles[f"{ours}mlp.router.weight"] = [_whole(hf.router_name(layer), shapes)]
+    ep, ep_rank = place.ep
+    held = hf.num_experts // ep
+    for expert in range(held):
+        names = hf.expert_names(layer, ep_rank * held + expert)
+        for linear, parts in zip(("linear_fc1", "linear_fc2"), _mlp(names, shapes, *place.etp), strict=True):
+            tiles[f"{ours}mlp.experts.{_EXPERT[spec].format(expert=expert, linear=linear)}"] = parts
     return tiles
+
+
+def _mlp(
+    names: tuple[str, str, str], shapes: Mapping[str, tuple[int, ...]], tp: int, rank: int
+) -> tuple[list[Tile], list[Tile]]:
+    """The tiles of fc1, gate over up, and of fc2."""
+    gate = _share(names[0], shapes, 0, tp, rank)
+    up = _share(names[1], shapes, 0, tp, rank, local_start=gate.shape[0])
+    return [gate, up], [_share(names[2], shapes, 1, tp, rank)]
 
 
 def _whole(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tile:
@@ -342,7 +400,11 @@ def export_hf(
 def _holders(tiles: Sequence[TileMap], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Held]]:
     """For each HF tensor, who holds each of its distinct rectangles (the lowest rank that does)."""
     found: dict[str, dict[Slices, _Held]] = {name: {} for name in shapes}
+    seen: set[int] = set()  # ranks that hold the same share their map
     for rank, tile_map_ in enumerate(tiles):
+        if id(tile_map_) in seen:
+            continue
+        seen.add(id(tile_map_))
         for parameter, held in tile_map_.items():
             for tile in held:
                 if tile.hf_name not in found:

@@ -7,13 +7,20 @@ import torch
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 64, 96, 4, 8, 4
+EXPERTS, CHOSEN, EXPERT_INTERMEDIATE = 8, 2, 48  # the last of Qwen3-MoE; Mixtral's experts have INTERMEDIATE
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 
 
 def config(family: str, tied: bool, vocab_size: int = 131, **changes) -> dict:
-    """The fields of a config.json. Qwen3 has heads that don't make up the hidden size."""
-    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
+    """The fields of a config.json. Qwen3 and Qwen3-MoE have heads that don't make up the hidden size."""
     fields = {
-        "architectures": [architecture],
+        "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
@@ -27,8 +34,14 @@ def config(family: str, tied: bool, vocab_size: int = 131, **changes) -> dict:
         "rope_theta": 10000.0,
         "torch_dtype": "float32",
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         fields["head_dim"] = 16
+    if family == "qwen3_moe":
+        fields |= {"num_experts": EXPERTS, "moe_intermediate_size": EXPERT_INTERMEDIATE, "norm_topk_prob": True}
+    if family == "mixtral":
+        fields["num_local_experts"] = EXPERTS
+    if family in ("qwen3_moe", "mixtral"):
+        fields["num_experts_per_tok"] = CHOSEN
     return fields | changes
 
 
@@ -59,9 +72,18 @@ def state(folder: Path) -> dict[str, Tensor]:
 
 
 def megatron_shard(
-    hf: dict[str, Tensor], fields: dict, tp: int, tp_rank: int, layers: list[int], first: bool, last: bool, te: bool = False
+    hf: dict[str, Tensor],
+    fields: dict,
+    tp: int,
+    tp_rank: int,
+    layers: list[int],
+    first: bool,
+    last: bool,
+    te: bool = False,
+    etp: tuple[int, int] = (1, 0),
+    ep: tuple[int, int] = (1, 0),
 ) -> dict[str, Tensor]:
-    """What a Megatron rank holds, by splitting and concatenating whole tensors (no tile map)."""
+    """What a Megatron rank holds, by splitting and concatenating whole tensors (no tile map); etp and ep: size, rank."""
     groups, queries = fields["num_key_value_heads"], fields["num_attention_heads"] // fields["num_key_value_heads"]
 
     def rows(tensor: Tensor) -> Tensor:
@@ -86,15 +108,20 @@ def megatron_shard(
         theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
         norms = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
         norms = norms if te else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+        moe = fields["model_type"] in ("qwen3_moe", "mixtral")
+        norms = (norms[0], "pre_mlp_layernorm.weight") if moe else norms
         shard[ours + norms[0]] = hf[f"{theirs}input_layernorm.weight"]
         shard[ours + norms[1]] = hf[f"{theirs}post_attention_layernorm.weight"]
         shard[f"{ours}self_attention.linear_qkv.weight"] = qkv(f"{theirs}self_attn.", "weight")
         if fields["model_type"] == "qwen2":
             shard[f"{ours}self_attention.linear_qkv.bias"] = qkv(f"{theirs}self_attn.", "bias")
-        if fields["model_type"] == "qwen3":
+        if fields["model_type"] in ("qwen3", "qwen3_moe"):
             shard[f"{ours}self_attention.q_layernorm.weight"] = hf[f"{theirs}self_attn.q_norm.weight"]
             shard[f"{ours}self_attention.k_layernorm.weight"] = hf[f"{theirs}self_attn.k_norm.weight"]
         shard[f"{ours}self_attention.linear_proj.weight"] = hf[f"{theirs}self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
+        if moe:
+            shard |= {f"{ours}mlp.{name}": tensor for name, tensor in _experts(hf, theirs, fields, te, etp, ep).items()}
+            continue
         gate, up = hf[f"{theirs}mlp.gate_proj.weight"], hf[f"{theirs}mlp.up_proj.weight"]
         shard[f"{ours}mlp.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
         shard[f"{ours}mlp.linear_fc2.weight"] = hf[f"{theirs}mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
@@ -104,4 +131,22 @@ def megatron_shard(
             shard["output_layer.weight"] = vocabulary(hf["lm_head.weight"])
         elif not first:
             shard["output_layer.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+    return shard
+
+
+def _experts(
+    hf: dict[str, Tensor], layer: str, fields: dict, te: bool, etp: tuple[int, int], ep: tuple[int, int]
+) -> dict[str, Tensor]:
+    """A layer's router and this rank's experts."""
+    if fields["model_type"] == "mixtral":
+        block, names, count = f"{layer}block_sparse_moe.", ("w1", "w3", "w2"), fields["num_local_experts"]
+    else:
+        block, names, count = f"{layer}mlp.", ("gate_proj", "up_proj", "down_proj"), fields["num_experts"]
+    mine = range(count)[ep[1] * count // ep[0] :][: count // ep[0]]
+    shard = {"router.weight": hf[f"{block}gate.weight"]}
+    for local, expert in enumerate(mine):
+        gate, up, down = (hf[f"{block}experts.{expert}.{name}.weight"] for name in names)
+        where = "experts.{}.weight" + str(local) if te else f"experts.local_experts.{local}.{{}}.weight"
+        shard[where.format("linear_fc1")] = torch.cat([half.chunk(etp[0])[etp[1]] for half in (gate, up)])
+        shard[where.format("linear_fc2")] = down.chunk(etp[0], 1)[etp[1]]
     return shard

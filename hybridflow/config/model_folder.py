@@ -30,7 +30,7 @@ def check_model_folder(folder: Path, hf: HFConfig) -> None:
 
 
 def expected_tensors(hf: HFConfig) -> dict[str, list[int]]:
-    """HF name -> shape of every parameter of a Llama, Qwen2 or Qwen3 model."""
+    """HF name -> shape of every parameter of a model."""
     h, q, kv = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes = {"model.embed_tokens.weight": [hf.vocab_size, h], "model.norm.weight": [h]}
     if not hf.tied:
@@ -42,16 +42,22 @@ def expected_tensors(hf: HFConfig) -> dict[str, list[int]]:
         "self_attn.k_proj.weight": [kv, h],
         "self_attn.v_proj.weight": [kv, h],
         "self_attn.o_proj.weight": [h, q],
-        "mlp.gate_proj.weight": [hf.intermediate_size, h],
-        "mlp.up_proj.weight": [hf.intermediate_size, h],
-        "mlp.down_proj.weight": [h, hf.intermediate_size],
     }
+    if not hf.is_moe:
+        layer |= {f"mlp.{name}_proj.weight": [hf.intermediate_size, h] for name in ("gate", "up")}
+        layer["mlp.down_proj.weight"] = [h, hf.intermediate_size]
     if hf.qkv_bias:
         layer |= {"self_attn.q_proj.bias": [q], "self_attn.k_proj.bias": [kv], "self_attn.v_proj.bias": [kv]}
     if hf.qk_norm:
         layer |= {"self_attn.q_norm.weight": [hf.head_dim], "self_attn.k_norm.weight": [hf.head_dim]}
     for n in range(hf.num_layers):
         shapes |= {f"model.layers.{n}.{name}": shape for name, shape in layer.items()}
+        if hf.is_moe:
+            shapes[hf.router_name(n)] = [hf.num_experts, h]
+        for expert in range(hf.num_experts):
+            gate, up, down = hf.expert_names(n, expert)
+            shapes[gate] = shapes[up] = [hf.moe_intermediate_size, h]
+            shapes[down] = [h, hf.moe_intermediate_size]
     return shapes
 
 

@@ -17,10 +17,12 @@ from hybridflow.config.model_folder import check_model_folder
 from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schema import Config, ConfigError, OptimizerConfig
 from hybridflow.rollout.engine_args import check_not_owned
+from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
 
 # vLLM's attention on CPU is built for these sizes of a head.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERTS_HIDDEN_MULTIPLE = 32  # and its experts for hidden sizes that are multiples of this
 
 # Smallest allowed values; the type checks are done when the file is read.
 _AT_LEAST = {
@@ -74,6 +76,11 @@ _OWNED_BY_US = {
         "num_attention_heads": "model.path",
         "num_query_groups": "model.path",
         "kv_channels": "model.path",
+        "num_moe_experts": "model.path",
+        "moe_ffn_hidden_size": "model.path",
+        "moe_router_topk": "model.path",
+        "moe_router_pre_softmax": "model.path",
+        "moe_router_score_function": "model.path",
     },
     "engine_args": {
         "tensor_parallel_size": "tp",
@@ -126,12 +133,8 @@ def check_devices(config: Config) -> str:
         raise ConfigError(
             f"cluster.ranks_per_node={ranks} but torch can use {gpus} GPUs on this machine: lower it, or set cluster.device=cpu"
         )
-    head_dim = _read_model(config, "actor").head_dim
-    if device == "cpu" and head_dim not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        raise ConfigError(
-            f"model.path={config.model_path('actor')}: head size {head_dim} is not one of vLLM's on CPU ({sizes})"
-        )
+    if device == "cpu":
+        _check_engine_on_cpu(config.model_path("actor"), _read_model(config, "actor"))
     return device
 
 
@@ -152,6 +155,17 @@ def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) ->
     return plan.render()
 
 
+def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
+    if hf.head_dim not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        raise ConfigError(f"model.path={folder}: head size {hf.head_dim} is not one of vLLM's on CPU ({sizes})")
+    if hf.is_moe and hf.hidden_size % CPU_EXPERTS_HIDDEN_MULTIPLE:
+        raise ConfigError(
+            f"model.path={folder}: hidden_size={hf.hidden_size} is not a multiple of {CPU_EXPERTS_HIDDEN_MULTIPLE},"
+            " as vLLM's experts on CPU need it"
+        )
+
+
 def _check_not_yet(config: Config) -> None:
     if config.cluster.launcher == "ray":
         raise ConfigError("cluster.launcher=ray is not supported yet: use torchrun")
@@ -161,11 +175,8 @@ def _check_not_yet(config: Config) -> None:
         if role.ranks not in ("all", everywhere):
             raise ConfigError(f"roles.{name}.ranks={role.ranks}: roles on a part of the ranks are not supported yet: use all")
     for name, role in config.megatron_roles().items():
-        for key in ("cp", "ep", "etp"):
-            if getattr(role, key) > 1:
-                raise ConfigError(f"roles.{name}.{key}={getattr(role, key)} is not supported yet: use 1")
-    if config.roles.rollout.expert_parallel:
-        raise ConfigError("roles.rollout.expert_parallel=true is not supported yet: use false")
+        if role.cp > 1:
+            raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
     if config.run.save_every:
         raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
     if config.run.profile:
@@ -320,40 +331,29 @@ def _read_model(config: Config, role: str) -> HFConfig:
 
 def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
     layout = config.layout(role)
-    _check_divides(f"roles.{role}.tp", layout.tp, hf, kv_heads_may_repeat=False)
+    sizes = {"num_attention_heads": hf.num_heads, "num_key_value_heads": hf.num_kv_heads}
+    if not hf.is_moe:  # experts are split by ep and etp
+        sizes["intermediate_size"] = hf.intermediate_size
+    for name, size in sizes.items():
+        if size % layout.tp:
+            fits = [n for n in range(1, hf.num_heads + 1) if all(other % n == 0 for other in sizes.values())]
+            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {_either(fits)}")
     try:
         layout.stage_layers(hf.num_layers)
     except ValueError as error:
         raise ConfigError(f"roles.{role}: {error}") from error
-
-
-def _check_divides(key: str, tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> None:
-    """vLLM repeats KV heads on the ranks that are more than there are KV heads; a training shard has each head once."""
-    fits = [n for n in range(1, hf.num_heads + 1) if _tp_fits(n, hf, kv_heads_may_repeat)]
-    if tp in fits:
-        return
-    sizes = {
-        "num_attention_heads": hf.num_heads,
-        "num_key_value_heads": hf.num_kv_heads,
-        "intermediate_size": hf.intermediate_size,
-    }
-    if kv_heads_may_repeat and tp > hf.num_kv_heads and tp % hf.num_kv_heads == 0:
-        del sizes["num_key_value_heads"]
-    name, size = next((name, size) for name, size in sizes.items() if size % tp)
-    raise ConfigError(f"{key}={tp} does not divide the model's {name}={size}: use {_either(fits)}")
-
-
-def _tp_fits(tp: int, hf: HFConfig, kv_heads_may_repeat: bool) -> bool:
-    kv = hf.num_kv_heads % tp == 0 or (kv_heads_may_repeat and tp % hf.num_kv_heads == 0)
-    return kv and hf.num_heads % tp == 0 and hf.intermediate_size % tp == 0
+    try:
+        layout.check_experts(hf.num_experts, hf.moe_intermediate_size)
+        layout.check_training(hf.num_experts)
+    except ValueError as error:
+        raise ConfigError(f"roles.{role}.{error}") from error
 
 
 def _check_rollout(config: Config, hf: HFConfig) -> None:
-    tp = config.roles.rollout.tp
-    _check_divides("roles.rollout.tp", tp, hf, kv_heads_may_repeat=True)
-    padded = (hf.vocab_size + 63) // 64 * 64  # vLLM pads to 64 whatever the number of ranks; Megatron to 64 x tp
-    if padded % tp:
-        raise ConfigError(f"roles.rollout.tp={tp} does not divide the model's vocab_size={hf.vocab_size}, padded to {padded}")
+    try:
+        check_tp(hf, config.roles.rollout.tp, config.roles.rollout.expert_parallel)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_lengths(config: Config, hf: HFConfig) -> None:

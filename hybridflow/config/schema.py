@@ -80,9 +80,9 @@ class MegatronRoleConfig:
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
     split: SplitConfig = field(default_factory=SplitConfig)
     cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    sequence_parallel: bool = False  # takes effect where tp > 1
+    ep: int = 1  # ranks that share the experts of a layer; ep x etp must divide the ranks of a pipeline stage
+    etp: int = 1  # ranks that share the matrices of an expert, whatever tp is
+    sequence_parallel: bool = False  # takes effect where tp > 1; models with experts need it there
     recompute: Literal["none", "selective", "full"] = "none"
     # what rests in page-locked host memory while it is not needed. Of the actor, while the rollout engine is awake: params,
     # grads (carry nothing over, so that they are dropped only), optimizer; of the reference, outside its own calls: params
@@ -116,6 +116,8 @@ class RolloutConfig:
     tp: int = 1
     dtype: Dtype | None = None
     expert_parallel: bool = False
+    # which ranks form an engine: those of a node that receive least when the weights come, or neighbours
+    grouping: Literal["best", "contiguous"] = "best"
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory that vLLM may use while it generates
     engine_args: dict[str, Any] = free()  # arguments of vLLM's LLM
 

@@ -86,7 +86,7 @@ def footprint(hf: HFConfig, layout: Layout, rank: int, dtype: str, trained: bool
 
 def engine_weights(config: Config, hf: HFConfig) -> int:
     """Bytes of vLLM's weights on one rank."""
-    shapes = rollout_tiles.local_shapes(hf, config.roles.rollout.tp, 0)
+    shapes = rollout_tiles.local_shapes(hf, config.roles.rollout.tp, 0, config.roles.rollout.expert_parallel)
     return _ITEMSIZE[config.dtype("rollout")] * sum(prod(shape) for shape in shapes.values())
 
 

@@ -7,8 +7,8 @@
     engine.wake_kv_cache()
     generations = engine.generate(prompts, Sampling(max_tokens=64, stop_token_ids=(2,)), seed=7)
 
-Ranks k x tp .. (k + 1) x tp - 1 form engine k. Building, `sleep`, waking and `close` are for all ranks; `generate` is for the
-ranks of one engine, with equal arguments.
+Ranks k x tp .. (k + 1) x tp - 1 form engine k, or those at these places of the list `order`. Building, `sleep`, waking and
+`close` are for all ranks; `generate` is for the ranks of one engine, with equal arguments.
 """
 
 import difflib
@@ -67,6 +67,8 @@ class Engine:
             a host's ranks together.
         seed: of the engine; sampling follows the seed given to `generate`.
         engine_args: further arguments of `vllm.EngineArgs`.
+        expert_parallel: every rank of an engine holds its share of whole experts, not its columns of all of them.
+        order: all ranks, engine after engine, each engine's in the order of their tensor-parallel ranks; () for 0, 1, 2, ...
 
     Raises:
         ValueError: an argument that does not fit; the message names the key to change.
@@ -81,9 +83,11 @@ class Engine:
         gpu_memory_utilization: float = 0.6,
         seed: int = 0,
         engine_args: dict[str, Any] | None = None,
+        expert_parallel: bool = False,
+        order: Sequence[int] = (),
     ):
         hf = HFConfig.from_folder(model_path)
-        check_tp(hf, tp)
+        check_tp(hf, tp, expert_parallel)
         _check_world(tp)
         self.max_model_len = max_model_len
         self._on_cpu = not torch.cuda.is_available()
@@ -94,22 +98,29 @@ class Engine:
             "max_model_len": max_model_len,
             "gpu_memory_utilization": gpu_memory_utilization,
             "seed": seed,
+            "enable_expert_parallel": expert_parallel,
         }
         defaults = _cpu_arguments(hf, own, engine_args or {}) if self._on_cpu else {"async_scheduling": False}
+        if hf.is_moe and not self._on_cpu:
+            own["moe_backend"] = "triton"  # the others permute the experts after loading
         with vllm_compat.preserved_process_state():
             vllm_compat.set_launcher_environment(torch.cuda.current_device() if torch.cuda.is_available() else 0)
             vllm_compat.apply_patches()
             check_engine_args(engine_args or {})
-            self._llm = _build(own | defaults | (engine_args or {}), enable_sleep_mode=not self._on_cpu)
-        model = vllm_compat.model(self._llm)
-        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            with vllm_compat.engines_of(order):
+                self._llm = _build(own | defaults | (engine_args or {}), enable_sleep_mode=not self._on_cpu)
+        self._parameters = vllm_compat.writable_parameters(self._llm)
         self._kv_cache_bytes: list[int] = []  # of the storages that sleep has emptied (CPU)
         self._weights_awake = self._kv_cache_awake = True
         self._weights_valid = False
         self._closed = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The engine's own tensors by name. Their addresses never change; write into them while the weights are awake."""
+        """What to write the weights into, by name. Addresses never change; write while the weights are awake.
+
+        They are the engine's own tensors, experts in two dimensions: w13 [experts x 2 x inner, hidden] with each expert's
+        gate above its up, w2 [experts x hidden, inner]. Only for experts on CPU they are buffers: see `weights_changed`.
+        """
         return self._parameters
 
     def sleep(self) -> None:
@@ -154,10 +165,12 @@ class Engine:
         self._kv_cache_awake = True
 
     def weights_changed(self) -> None:
-        """Say that all parameters hold what they should: forgets what older weights left in the prefix cache."""
+        """Say that all parameters hold what they should: packs weights that the engine keeps in a layout of its own (experts
+        on CPU), and forgets what older weights left in the prefix cache."""
         self._check_open()
         if not self._weights_awake:
             raise RuntimeError("the rollout engine's weights are asleep: call wake_weights() and write them first")
+        vllm_compat.finish_weights(self._llm, self._parameters)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self._weights_valid = True

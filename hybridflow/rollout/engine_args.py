@@ -6,6 +6,7 @@ from collections.abc import Iterable
 _OWNED = {
     "model": "model.path",
     "tensor_parallel_size": "roles.rollout.tp",
+    "enable_expert_parallel": "roles.rollout.expert_parallel",
     "dtype": "model.dtype",
     "max_model_len": "sampling.max_prompt_tokens and sampling.max_response_tokens",
     "gpu_memory_utilization": "roles.rollout.gpu_memory_utilization",
@@ -14,7 +15,8 @@ _OWNED = {
 _FIXED = {
     "distributed_executor_backend", "load_format", "skip_tokenizer_init", "tokenizer", "logprobs_mode", "enable_sleep_mode",
     "pipeline_parallel_size", "data_parallel_size", "quantization", "generation_config", "disable_log_stats",
-    "speculative_config", "weight_transfer_config",
+    "speculative_config", "weight_transfer_config", "moe_backend", "kernel_config", "expert_placement_strategy",
+    "enable_eplb", "eplb_config", "enable_elastic_ep",
 }  # fmt: skip
 
 

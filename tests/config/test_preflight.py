@@ -116,6 +116,14 @@ def test_passes_with(tmp_path, model, overrides):
             "cluster.nodes=1 x cluster.ranks_per_node=6 = 6 processes are not a multiple of roles.actor.tp=2 x pp=2 x cp=1"
             " = 4: change cluster.ranks_per_node or the layout",
         ),
+        (
+            ["roles.rollout.expert_parallel=true"],
+            "roles.rollout.expert_parallel=true needs experts, which Qwen2ForCausalLM does not have: use false",
+        ),
+        (
+            ["roles.rollout.engine_args.moe_backend=auto"],
+            "roles.rollout.engine_args.moe_backend cannot be changed: an engine inside the training processes depends on it",
+        ),
         (["roles.rollout.tp=3"], "roles.rollout.tp=3 does not divide cluster.ranks_per_node=4: use 1, 2 or 4"),
         (
             ["roles.actor={tp: 4, pp: 1}"],
@@ -228,10 +236,109 @@ def test_refuses(tmp_path, model, overrides, message):
     assert refused(tmp_path, model, *overrides) == message
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return write_model(
+        tmp_path_factory.mktemp("models") / "moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        intermediate_size=99,  # of no use where every layer has experts
+        vocab_size=128,
+    )
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [
+        "{tp: 1, ep: 2}",
+        "{tp: 2, ep: 2, sequence_parallel: true}",
+        "{tp: 1, pp: 2, ep: 2}",
+        "{tp: 1, pp: 1, ep: 2, etp: 2}",
+        "{tp: 1, ep: 1}",
+        "{tp: 2, pp: 2, ep: 1, etp: 2, sequence_parallel: true}",
+    ],
+)
+def test_experts_pass(tmp_path, experts, actor):
+    check(tmp_path, experts, f"roles.actor={actor}")
+    check(tmp_path, experts, f"roles.actor={actor}", "roles.rollout.expert_parallel=true")
+
+
+@pytest.mark.parametrize(
+    "actor,message",
+    [
+        ("{ep: 4, pp: 1, tp: 1}", "roles.actor.ep=4 does not divide the model's 6 experts: choose one that does"),
+        (
+            "{ep: 3, tp: 1, pp: 1}",
+            "roles.actor.ep=3 x etp=1 = 3 does not divide the 4 ranks of a pipeline stage: change ep or etp",
+        ),
+        (
+            "{ep: 2, etp: 2, pp: 2}",
+            "roles.actor.ep=2 x etp=2 = 4 does not divide the 2 ranks of a pipeline stage: change ep or etp",
+        ),
+        (
+            "{ep: 2, tp: 2}",
+            "roles.actor.sequence_parallel=false: Megatron trains experts at tp=2 with sequence_parallel=true only",
+        ),
+        ("{cp: 2, ep: 2}", "roles.actor.cp=2 is not supported yet: use 1"),
+        ("{ep: 0}", "roles.actor.ep=0 is too small: use at least 1"),
+        (
+            "{tp: 1, megatron: {moe_router_topk: 4}}",
+            "roles.actor.megatron.moe_router_topk follows from another key: set roles.actor.model.path instead",
+        ),
+    ],
+)
+def test_experts_refused(tmp_path, experts, actor, message):
+    assert refused(tmp_path, experts, f"roles.actor={actor}") == message
+
+
+@pytest.mark.parametrize(
+    "expert_parallel,size", [("false", "moe_intermediate_size=48"), ("true", "num_experts=6")], ids=["columns", "whole"]
+)
+def test_experts_of_an_engine_must_divide(tmp_path, experts, expert_parallel, size):
+    overrides = [
+        "cluster.ranks_per_node=5",
+        f"roles={{actor: {{tp: 1, pp: 1}}, rollout: {{tp: 5, expert_parallel: {expert_parallel}}}}}",
+    ]
+    assert refused(tmp_path, experts, *overrides) == (
+        f"roles.rollout.tp=5 cannot split this model (num_attention_heads=4, num_key_value_heads=2, {size},"
+        " padded vocab_size=128): use one of 1, 2" + (", 4" if expert_parallel == "false" else "")
+    )
+
+
+def test_experts_split_by_etp_must_divide(tmp_path, experts):
+    overrides = ["cluster.ranks_per_node=5", "roles={actor: {tp: 1, pp: 1, etp: 5}, rollout: {tp: 1}}"]
+    assert refused(tmp_path, experts, *overrides) == (
+        "roles.actor.etp=5 does not divide the experts' inner size of 48: choose one that does"
+    )
+
+
+@pytest.mark.parametrize("key", ["ep", "etp"])
+def test_dense_models_have_no_experts_to_spread(tmp_path, model, key):
+    overrides = [f"roles.actor={{tp: 1, {key}: 2}}"]
+    assert refused(tmp_path, model, *overrides) == (f"roles.actor.{key}=2 spreads experts, and the model has none: use {key}=1")
+
+
+def test_a_missing_expert_is_named(tmp_path, experts):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(experts / "model.safetensors")
+    gone = "model.layers.3.mlp.experts.5.down_proj.weight"
+    folder = write_model(tmp_path / "moe", **json.loads((experts / "config.json").read_text()))
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, folder / "model.safetensors")
+    message = f"model folder {folder} lacks the tensor {gone}, which its config.json asks for"
+    assert refused(tmp_path, folder, "roles.actor={tp: 1, ep: 2}") == message
+
+
 def test_rollout_vocabulary(tmp_path):
     odd = write_model(tmp_path / "odd", vocab_size=65, num_attention_heads=3, num_key_value_heads=3)  # pads to 128
     overrides = ["cluster.ranks_per_node=3", "roles={actor: {tp: 1, pp: 1}, rollout: {tp: 3}}"]
-    assert refused(tmp_path, odd, *overrides) == "roles.rollout.tp=3 does not divide the model's vocab_size=65, padded to 128"
+    assert refused(tmp_path, odd, *overrides) == (
+        "roles.rollout.tp=3 cannot split this model (num_attention_heads=3, num_key_value_heads=3, intermediate_size=96,"
+        " padded vocab_size=128): use one of 1"
+    )
 
 
 def test_torchrun_with_another_number_of_processes(tmp_path, model, monkeypatch):
@@ -417,4 +524,9 @@ class TestDevices:
     def test_head_size_on_cpu(self, tmp_path):
         odd = write_model(tmp_path / "odd", head_dim=48)
         with pytest.raises(ConfigError, match="head size 48 is not one of vLLM's on CPU"):
+            preflight.check_devices(load(write_config(tmp_path, odd)))
+
+    def test_experts_on_cpu(self, tmp_path, experts):
+        odd = write_model(tmp_path / "odd", **json.loads((experts / "config.json").read_text()) | {"hidden_size": 80})
+        with pytest.raises(ConfigError, match="hidden_size=80 is not a multiple of 32, as vLLM's experts on CPU need it"):
             preflight.check_devices(load(write_config(tmp_path, odd)))

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, padded_vocab_size
+from tests.hf_models import ARCHITECTURES
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+MOE = {"num_experts_per_tok": 2, "num_local_experts": 8}
 
 
 def hf_model(family: str = "qwen2", tied: bool = False, seed: int = 0, **changes) -> torch.nn.Module:
@@ -30,6 +31,10 @@ def hf_model(family: str = "qwen2", tied: bool = False, seed: int = 0, **changes
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
         "tie_word_embeddings": tied,
     }
+    if family == "qwen3_moe":
+        sizes |= MOE | {"moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}
+    if family == "mixtral":
+        sizes |= MOE
     name = ARCHITECTURES[family]
     config = getattr(transformers, name.replace("ForCausalLM", "Config"))(
         **(sizes | changes), attn_implementation="eager", architectures=[name]
@@ -47,9 +52,9 @@ def hf_config(model: torch.nn.Module) -> HFConfig:
     return HFConfig.from_dict(model.config.to_dict())
 
 
-def to_megatron(tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, tp_rank: int) -> dict[str, Tensor]:
-    """All of a model's tensors by HF names -> the part of a TP rank by Megatron's names with global layer numbers."""
-    tp = layout.tp
+def to_megatron(tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, rank: int) -> dict[str, Tensor]:
+    """All of a model's tensors by HF names -> the part of a rank by Megatron's names, all layers, with global numbers."""
+    tp, tp_rank = layout.tp, rank % layout.tp
 
     def columns(tensor: Tensor) -> Tensor:
         return tensor.chunk(tp, 0)[tp_rank]
@@ -83,12 +88,29 @@ def to_megatron(tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, tp_
         for part in "qk" if hf.qk_norm else "":
             found[target + f"self_attention.{part}_layernorm.weight"] = tensors[f"{attention}{part}_norm.weight"]
         found[target + "self_attention.linear_proj.weight"] = rows(tensors[attention + "o_proj.weight"])
-        gate, up = (columns(tensors[f"{mlp}{part}_proj.weight"]) for part in ("gate", "up"))
-        found[target + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
-        found[target + "mlp.linear_fc2.weight"] = rows(tensors[mlp + "down_proj.weight"])
+        if hf.is_moe:
+            found |= {target + "mlp." + name: tensor for name, tensor in _experts(tensors, mlp, layout, rank).items()}
+        else:
+            gate, up = (columns(tensors[f"{mlp}{part}_proj.weight"]) for part in ("gate", "up"))
+            found[target + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
+            found[target + "mlp.linear_fc2.weight"] = rows(tensors[mlp + "down_proj.weight"])
         # Transformer Engine's spec holds the norms in the linear layers behind them
         found[target + "self_attention.linear_qkv.layer_norm_weight"] = found[target + "input_layernorm.weight"]
         found[target + "mlp.linear_fc1.layer_norm_weight"] = found[target + "pre_mlp_layernorm.weight"]
+    return found
+
+
+def _experts(tensors: Mapping[str, Tensor], mlp: str, layout: Layout, rank: int) -> dict[str, Tensor]:
+    """From transformers' stacked experts: gate over up [experts, 2 x inner, hidden] and down [experts, hidden, inner]."""
+    in_stage = rank % (layout.world_size // layout.pp)
+    etp_rank, ep_rank = in_stage % layout.etp, in_stage // layout.etp % layout.ep
+    found = {"router.weight": tensors[mlp + "gate.weight"]}
+    mine = (tensors[mlp + "experts." + name].chunk(layout.ep)[ep_rank] for name in ("gate_up_proj", "down_proj"))
+    for number, (gate_up, down) in enumerate(zip(*mine, strict=True)):
+        parts = [half.chunk(layout.etp)[etp_rank] for half in gate_up.chunk(2)]
+        for name in (f"local_experts.{number}.linear_fc{{}}.weight", f"linear_fc{{}}.weight{number}"):
+            found["experts." + name.format(1)] = torch.cat(parts)
+            found["experts." + name.format(2)] = down.chunk(layout.etp, 1)[etp_rank]
     return found
 
 
@@ -103,9 +125,9 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, t
             yield name, parameter
 
 
-def fill(chunks: Sequence[torch.nn.Module], tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, tp_rank: int) -> None:
+def fill(chunks: Sequence[torch.nn.Module], tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, rank: int) -> None:
     """Copy an HF model's weights into the chunks."""
-    parts = to_megatron({name: tensor.detach() for name, tensor in tensors.items()}, hf, layout, tp_rank)
+    parts = to_megatron({name: tensor.detach() for name, tensor in tensors.items()}, hf, layout, rank)
     with torch.no_grad():
         for name, parameter in named_parameters(chunks):
             assert parameter.shape == parts[name].shape, (name, parameter.shape, parts[name].shape)

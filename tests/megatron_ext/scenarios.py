@@ -40,7 +40,7 @@ def make_role(
     with state.current():
         settings = transformer_config(hf, layout, dtype, **config)
         chunks = build_model(hf, layout, settings, spec)
-        fill(chunks, reference.state_dict(), hf, layout, state.coordinates.tp)
+        fill(chunks, reference.state_dict(), hf, layout, torch.distributed.get_rank())
         wrapped = wrap(chunks, settings)
     return Role(state, layout, hf, settings, chunks, wrapped)
 
@@ -59,11 +59,11 @@ def sequences(vocab_size: int, lengths=LENGTHS, seed: int = 5) -> list[dict[str,
 
 
 def share(items: list, layout: Layout, dp: int) -> list:
-    """Contiguous, unequal shares over data-parallel ranks: the first gets two thirds of the sequences."""
+    """Unequal shares over data-parallel ranks: the first gets two thirds of the sequences, the others take turns."""
     if layout.dp == 1:
         return items
     cut = len(items) * 2 // 3
-    return items[:cut] if dp == 0 else items[cut:]
+    return items[:cut] if dp == 0 else items[cut:][dp - 1 :: layout.dp - 1]
 
 
 def micro_batches(items: list, packed: bool, layout: Layout, count: int = 0) -> list:
@@ -82,9 +82,9 @@ def gradients(role: Role) -> dict[str, Tensor]:
     """This rank's reduced gradients by name. Each data-parallel rank holds a part of them: the parts are gathered first."""
     from tests.megatron_ext.hf_layout import named_parameters
 
-    group = role.state.dp_group
     for wrapped in role.wrapped:
-        for buffer in wrapped.buffers:
+        for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
+            group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 parts = bucket.grad_data.chunk(group.size())
                 torch.distributed.all_gather(list(parts), parts[group.rank()].clone(), group=group)

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage has: by hand, what always holds, and what is refused. Pure arithmetic."""
+"""Which layers and experts a rank has: by hand, what always holds, and what is refused. Pure arithmetic but for one test."""
 
 import itertools
 
@@ -114,3 +114,74 @@ def test_where_megatron_has_a_split_of_its_own_it_is_the_same(embedding, loss):
             arguments = (config, chunk if vpp > 1 else None, stage)
             offset = get_transformer_layer_offset(*arguments)
             assert ours[stage][chunk] == list(range(offset, offset + get_num_layers_to_build(*arguments)))
+
+
+EXPERTS = [
+    Layout(4, tp=2, ep=2, sequence_parallel=True),
+    Layout(4, ep=4),
+    Layout(4, tp=2, ep=2, etp=2, sequence_parallel=True),
+    Layout(4, pp=2, ep=2),
+    Layout(4, ep=2),
+    Layout(4, tp=4, ep=2, sequence_parallel=True),
+    Layout(4, pp=2, cp=2, ep=2),
+    Layout(4, tp=2, cp=2, etp=2, sequence_parallel=True),
+]
+
+
+def megatrons_expert_coordinates(layout: Layout) -> tuple[int, int, int, int]:
+    from megatron.core import parallel_state
+
+    from megatron_ext.parallel import ParallelState
+
+    with ParallelState("actor", layout, seed=1).current():
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_data_parallel_rank(),
+            parallel_state.get_expert_data_parallel_world_size(),
+        )
+
+
+@pytest.mark.timeout(180)
+def test_expert_coordinates_are_megatrons(worlds):
+    for layout in EXPERTS:
+        found = worlds(4).run(megatrons_expert_coordinates, layout)
+        assert [(*layout.expert_coordinates(rank), layout.edp) for rank in range(4)] == found, layout
+
+
+def test_expert_coordinates_by_hand():
+    layout = Layout(32, tp=4, pp=2, ep=2, etp=2)
+    assert layout.edp == 4
+    assert [layout.expert_coordinates(rank) for rank in (0, 1, 2, 3, 4, 15)] == [
+        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 3),
+    ]  # fmt: skip
+    assert layout.expert_coordinates(16) == (0, 0, 0)
+    assert layout.describe() == "TP4 x PP2 x EP2 x ETP2 x DP4"
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "message"),
+    [
+        (Layout(8, ep=3), (9, 48), "ep=3 x etp=1 = 3 does not divide the 8 ranks of a pipeline stage: change ep or etp"),
+        (
+            Layout(8, pp=2, ep=4, etp=2),
+            (8, 48),
+            "ep=4 x etp=2 = 8 does not divide the 4 ranks of a pipeline stage: change ep or etp",
+        ),
+        (Layout(8, ep=4), (6, 48), "ep=4 does not divide the model's 6 experts: choose one that does"),
+        (Layout(8, etp=4), (6, 42), "etp=4 does not divide the experts' inner size of 42: choose one that does"),
+        (Layout(8, ep=2), (0, 0), "ep=2 spreads experts, and the model has none: use ep=1"),
+        (Layout(8, etp=2), (0, 0), "etp=2 spreads experts, and the model has none: use etp=1"),
+    ],
+)
+def test_experts_refused(layout: Layout, experts: tuple[int, int], message: str):
+    with pytest.raises(ValueError) as error:
+        layout.check_experts(*experts)
+    assert str(error.value) == message
+
+
+def test_experts_under_tensor_parallelism_need_sequence_parallelism():
+    with pytest.raises(ValueError, match="sequence_parallel=false: Megatron trains experts at tp=2"):
+        Layout(8, tp=2, ep=2).check_training(8)
+    Layout(8, tp=2).check_training(0)
+    Layout(8, tp=2, ep=2, sequence_parallel=True).check_training(8)

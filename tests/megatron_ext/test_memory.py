@@ -94,8 +94,10 @@ TIED, UNTIED = {"tied": True}, {"family": "qwen3", "head_dim": 16, "vocab_size":
         (Layout(4, tp=2, sequence_parallel=True), UNTIED),
         (Layout(4, tp=2, pp=2), UNTIED),
         (Layout(4, pp=2, vpp=2), TIED),
+        (Layout(4, tp=2, ep=2, sequence_parallel=True), {"family": "qwen3_moe"}),
+        (Layout(4, pp=2, ep=2), {"family": "mixtral"}),
     ],
-    ids=["dp4", "dp2-pp2-tied", "dp2-tp2-sp", "tp2-pp2", "dp2-pp2-vpp2"],
+    ids=["dp4", "dp2-pp2-tied", "dp2-tp2-sp", "tp2-pp2", "dp2-pp2-vpp2", "tp2-ep2", "pp2-ep2"],
 )
 def test_weights_are_rebuilt_bit_for_bit(worlds, layout: Layout, model: dict):
     for result in worlds(4).run(train_with_breaks, layout, "bfloat16", ("weights rebuilt",), model):

@@ -39,6 +39,24 @@ def test_config_carries_architecture_layout_and_overrides():
     assert config.calculate_per_token_loss and not config.variable_seq_lengths
 
 
+MOE = {"family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "moe_intermediate_size": 20, "intermediate_size": 99}
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_config_of_experts(normalised: bool):
+    from megatron_ext.model import transformer_config
+
+    hf = dataclasses.replace(HF, **MOE, norm_topk_prob=normalised)
+    layout = Layout(8, tp=2, ep=4, etp=2, sequence_parallel=True)
+    config = transformer_config(hf, layout, torch.bfloat16, "mlp")
+    assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (8, 2, 20)
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (4, 2)
+    assert config.moe_router_pre_softmax is not normalised
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("none", 0.0)
+    assert config.moe_expert_capacity_factor is None and config.moe_router_dtype == "fp32"
+    assert config.recompute_modules == ["moe"]
+
+
 @pytest.mark.parametrize(
     ("hf", "layout", "message"),
     [
@@ -48,6 +66,9 @@ def test_config_carries_architecture_layout_and_overrides():
         ({}, Layout(2, vpp=2), "vpp=2 needs more than one pipeline stage"),
         ({}, Layout(2, sequence_parallel=True), "sequence_parallel=true needs tp > 1"),
         ({}, Layout(2, cp=2), "cp=2 is not supported"),
+        ({}, Layout(2, ep=2), "ep=2 spreads experts, and the model has none: use ep=1"),
+        (MOE, Layout(6, ep=3), "ep=3 does not divide the model's 8 experts"),
+        (MOE, Layout(2, tp=2, ep=2), "sequence_parallel=false: Megatron trains experts at tp=2"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(hf: dict, layout: Layout, message: str):

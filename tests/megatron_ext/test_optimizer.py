@@ -49,7 +49,7 @@ def train_beside_hf(layout: Layout, model: dict, restart: bool) -> dict:
         norms.append((result["grad_norm"], norm))
         rates.append((result["lr"], adam.param_groups[0]["lr"]))
         assert not result["skipped"]
-    expected = to_megatron(dict(reference.state_dict()), role.hf, layout, role.state.coordinates.tp)
+    expected = to_megatron(dict(reference.state_dict()), role.hf, layout, torch.distributed.get_rank())
     found = {name: parameter.detach() for name, parameter in named_parameters(role.chunks)}
     return {"worst": largest_difference(found, expected), "norms": norms, "rates": rates}
 
@@ -82,8 +82,23 @@ def _update(role, mine: list, optimizer, loss=None):
         (Layout(4, pp=4, split=Split((0, 2, 2, 0))), {"family": "qwen2", "tied": True}, False),
         (Layout(4, tp=2, pp=2), {"family": "qwen2"}, True),
         (Layout(4, tp=2, sequence_parallel=True), {"family": "qwen3", "head_dim": 16, "vocab_size": 131}, False),
+        (Layout(4, tp=2, ep=2, sequence_parallel=True), {"family": "qwen3_moe"}, False),
+        (Layout(4, ep=2), {"family": "qwen3_moe", "norm_topk_prob": False}, True),
+        (Layout(4, tp=2, ep=2, etp=2, sequence_parallel=True), {"family": "mixtral"}, False),
+        (Layout(4, pp=2, ep=2), {"family": "mixtral", "tied": True}, False),
+        (Layout(4, tp=2, sequence_parallel=True), {"family": "mixtral"}, False),
     ],
-    ids=["dp2-pp2", "pp4-bare-ends", "tp2-pp2-restart", "tp2-sp-dp2"],
+    ids=[
+        "dp2-pp2",
+        "pp4-bare-ends",
+        "tp2-pp2-restart",
+        "tp2-sp-dp2",
+        "moe-tp2-ep2",
+        "moe-dp4-ep2-restart",
+        "moe-ep2-etp2",
+        "moe-pp2-ep2",
+        "moe-tp2-dp2",
+    ],  # fmt: skip
 )
 def test_updates_equal_adamw_on_hf(worlds, layout: Layout, model: dict, restart: bool):
     for result in worlds(4).run(train_beside_hf, layout, model, restart):

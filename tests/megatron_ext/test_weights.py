@@ -1,6 +1,7 @@
 """Tile maps, HF load and HF export against Megatron's sharding written out by hand. CPU only, no Megatron model."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from megatron_ext.layout import Layout, Split
 from megatron_ext.weights import WeightsError, export_hf, hf_shapes, load_hf, local_shapes, tile_map
 from tests import hf_models
 
-FAMILIES = ["llama", "qwen2", "qwen3"]
+DENSE, MOE = ["llama", "qwen2", "qwen3"], ["qwen3_moe", "mixtral"]
+FAMILIES = DENSE + MOE
 LAYOUTS = {
     "dp4": Layout(4),
     "tp4": Layout(4, tp=4),
@@ -22,6 +24,25 @@ LAYOUTS = {
     "pp3": Layout(3, pp=3),
     "pp4bare": Layout(4, pp=4, split=Split((0, 3, 1, 0))),  # the ends have the embedding and the output layer alone
     "tp8": Layout(8, tp=8),  # more ranks than KV heads: a rank has a part of a query group
+    "cp2tp2": Layout(4, tp=2, cp=2),
+    # experts
+    "tp2ep2": Layout(4, tp=2, ep=2),
+    "ep4": Layout(4, ep=4),
+    "ep2etp2": Layout(4, ep=2, etp=2),
+    "pp2ep2": Layout(4, pp=2, ep=2),
+    "dp4ep2": Layout(4, ep=2),
+    "tp2pp2vpp2ep2etp2": Layout(16, tp=2, pp=2, vpp=2, ep=2, etp=2),
+    "cp2tp2ep4": Layout(8, tp=2, cp=2, ep=4),
+}
+# (etp rank, ep rank) of every rank of a stage, written out
+EXPERTS = {
+    "tp2ep2": [(0, 0), (0, 1)] * 2,
+    "ep4": [(0, 0), (0, 1), (0, 2), (0, 3)],
+    "ep2etp2": [(0, 0), (1, 0), (0, 1), (1, 1)],
+    "pp2ep2": [(0, 0), (0, 1)],
+    "dp4ep2": [(0, 0), (0, 1)] * 2,
+    "tp2pp2vpp2ep2etp2": [(0, 0), (1, 0), (0, 1), (1, 1)] * 2,
+    "cp2tp2ep4": [(0, 0), (0, 1), (0, 2), (0, 3)] * 2,
 }
 # Global layers of each pipeline stage, written out: 4 layers
 STAGES = {
@@ -30,6 +51,8 @@ STAGES = {
     "pp4": [[0], [1], [2], [3]],
     "pp3": [[0], [1, 2], [3]],
     "pp4bare": [[], [0, 1, 2], [3], []],
+    "pp2ep2": [[0, 1], [2, 3]],
+    "tp2pp2vpp2ep2etp2": [[0, 2], [1, 3]],
 }
 
 
@@ -50,8 +73,18 @@ def reference(folder: Path, name: str, rank: int, te: bool = False) -> dict[str,
     stages = STAGES.get(name, [[0, 1, 2, 3]])
     stage = rank // (layout.world_size // layout.pp)
     fields = json.loads((folder / "config.json").read_text())
+    etp_rank, ep_rank = EXPERTS[name][rank % (layout.world_size // layout.pp)] if name in EXPERTS else (0, 0)
     return hf_models.megatron_shard(
-        hf_models.state(folder), fields, layout.tp, rank % layout.tp, stages[stage], stage == 0, stage == len(stages) - 1, te
+        hf_models.state(folder),
+        fields,
+        layout.tp,
+        rank % layout.tp,
+        stages[stage],
+        stage == 0,
+        stage == len(stages) - 1,
+        te,
+        etp=(layout.etp, etp_rank),
+        ep=(layout.ep, ep_rank),
     )
 
 
@@ -59,9 +92,15 @@ def empty(shard: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, float("nan")) for name, tensor in shard.items()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied", "name"),
+    [
+        (f, t, n)
+        for n in LAYOUTS
+        for f in (MOE if n in EXPERTS else FAMILIES)
+        for t in ((True, False) if f in DENSE else (False,))
+    ],
+)
 def test_load_equals_hand_sharding(folders, family, tied, name):
     folder = folders(family, tied)
     hf, layout = HFConfig.from_folder(folder), LAYOUTS[name]
@@ -83,6 +122,40 @@ def test_shapes_are_those_of_transformers(folders):
             assert hf_shapes(HFConfig.from_folder(folder)) == stored
 
 
+def test_ranks_that_hold_the_same_share_one_map(folders):
+    hf = HFConfig.from_folder(folders("qwen3_moe", False))
+    layout = Layout(64, tp=2, pp=2, cp=2, ep=4, etp=2)  # stages of 32 ranks
+    maps = [tile_map(hf, layout, rank) for rank in range(64)]
+    held = {id(m): m for m in maps}
+    assert len(held) == 2 * 8  # stages x (ep x etp), which decide tp here
+    assert all(maps[rank] is maps[rank + 8] for rank in range(24))
+    again = tile_map(HFConfig.from_folder(folders("qwen3_moe", False)), Layout(64, tp=2, pp=2, cp=4, ep=4, etp=2), 1)
+    assert again is maps[1]
+    assert tile_map(hf, layout, 0, "te") is not maps[0]
+
+
+def test_every_part_of_every_expert_is_somewhere_and_names_are_unique(folders):
+    hf = HFConfig.from_folder(folders("mixtral", False))
+    for spec in ("local", "te"):
+        for name in EXPERTS:
+            covered = dict.fromkeys(hf_shapes(hf), 0)
+            maps = {id(m): m for m in (tile_map(hf, LAYOUTS[name], r, spec) for r in range(LAYOUTS[name].world_size))}
+            once = {(tile.hf_name, tile.hf_slices): tile.numel for m in maps.values() for held in m.values() for tile in held}
+            for (tensor, _), numel in once.items():
+                covered[tensor] += numel
+            assert covered == {tensor: torch.Size(shape).numel() for tensor, shape in hf_shapes(hf).items()}
+
+
+def test_maps_of_a_large_model_for_1024_ranks_take_little_time():
+    fields = json.loads((Path(__file__).parents[2] / "configs/models/qwen3_30b_a3b.json").read_text())
+    layout = Layout(1024, tp=4, pp=4, ep=16)
+    started = time.monotonic()
+    maps = [tile_map(HFConfig.from_dict(fields), layout, rank, "te") for rank in range(1024)]
+    assert time.monotonic() - started < 10
+    assert len({id(m) for m in maps}) == 4 * 16
+    assert len(maps[0]) == 1 + 12 * (2 + 2 + 2 + 1 + 2 * 128 // 16)  # embedding; norms, qk norms, qkv and proj, router, experts
+
+
 def test_a_rank_with_only_padding_holds_no_vocabulary(folders):
     hf = HFConfig.from_folder(folders("llama", True))  # 131 rows, 256 with padding at TP4: ranks hold 64, 64, 3, 0
     held = [tile_map(hf, LAYOUTS["tp4"], rank)["embedding.word_embeddings.weight"] for rank in range(4)]
@@ -97,6 +170,11 @@ def test_layouts_that_do_not_divide_are_refused(folders):
         tile_map(hf, Layout(7, pp=7), 0)
     with pytest.raises(ValueError, match="spec='apex' is unknown"):
         tile_map(hf, Layout(1), 0, "apex")
+    moe = HFConfig.from_folder(folders("qwen3_moe", False))
+    with pytest.raises(ValueError, match="ep=3 does not divide the model's 8 experts"):
+        tile_map(moe, Layout(3, ep=3), 0)
+    with pytest.raises(ValueError, match="ep=2 spreads experts, and the model has none: use ep=1"):
+        tile_map(hf, Layout(2, ep=2), 0)
 
 
 # ------------------------------------------------------------------------------------------------- a folder that is broken
@@ -191,10 +269,14 @@ def test_export_round_trip_is_bit_exact(folders, worlds, tmp_path):
     """HF -> Megatron's shards (by hand) -> HF, for every family, tied and untied, over four ranks."""
     layouts = [name for name in LAYOUTS if LAYOUTS[name].world_size == 4]
     cases = []
-    for number, (family, tied) in enumerate((family, tied) for family in FAMILIES for tied in (True, False)):
+    dense = [name for name in layouts if name not in EXPERTS]
+    for number, (family, tied) in enumerate((family, tied) for family in DENSE for tied in (True, False)):
         vocab = (131, 300)[number % 2]
-        for te, name in enumerate((layouts[number % len(layouts)], layouts[(number + 2) % len(layouts)])):
+        for te, name in enumerate((dense[number % len(dense)], dense[(number + 2) % len(dense)])):
             cases.append((folders(family, tied, vocab), name, tmp_path / f"{family}-{tied}-{name}", bool(te)))
+    for number, name in enumerate(name for name in layouts if name in EXPERTS):
+        family = MOE[number % 2]
+        cases.append((folders(family, False), name, tmp_path / f"{family}-{name}", number % 4 < 2))
     assert {case[1] for case in cases} == set(layouts)
     listings = worlds(4).run(scenario_export, cases, timeout=200)[0]
     for (folder, _, destination, _), files in zip(cases, listings, strict=True):
@@ -229,6 +311,18 @@ def test_export_loads_in_transformers_and_replaces_when_complete(folders, worlds
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("family", MOE)
+def test_exported_experts_load_in_transformers(folders, worlds, tmp_path, family):
+    from transformers import AutoModelForCausalLM
+
+    folder = folders(family, False)
+    worlds(4).run(scenario_export, [(folder, "ep2etp2", tmp_path / "hf", True)])
+    model, original = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "hf", folder))
+    tokens = torch.arange(12)[None] * 7
+    assert torch.equal(model(tokens).logits, original(tokens).logits)
+
+
+@pytest.mark.timeout(240)
 def test_failed_export_fails_on_every_rank_and_leaves_the_old_folder(folders, worlds, tmp_path):
     blocked = tmp_path / "a file"
     blocked.write_text("")
@@ -239,7 +333,7 @@ def test_failed_export_fails_on_every_rank_and_leaves_the_old_folder(folders, wo
 def test_export_with_tiles_that_leave_a_hole_is_refused(folders, tmp_path):
     folder = folders("llama", True)
     hf = HFConfig.from_folder(folder)
-    tiles = tile_map(hf, LAYOUTS["dp4"], 0)
+    tiles = dict(tile_map(hf, LAYOUTS["dp4"], 0))
     parameters = reference(folder, "dp4", 0)
     gate, _ = tiles["decoder.layers.1.mlp.linear_fc1.weight"]
     tiles["decoder.layers.1.mlp.linear_fc1.weight"] = [gate]

@@ -15,6 +15,13 @@ LAYOUTS = [
     Layout(4, tp=2, pp=2, sequence_parallel=True),
     Layout(4, pp=2, vpp=2),
 ]
+MOE = [
+    Layout(4, tp=2, ep=2, sequence_parallel=True),
+    Layout(4, ep=4),
+    Layout(4, ep=2, etp=2),
+    Layout(4, pp=2, vpp=2, ep=2),
+    Layout(4, tp=2, pp=2, ep=2, sequence_parallel=True),
+]
 UNEVEN = [  # of 7 layers
     Layout(4, pp=4),
     Layout(4, pp=2, vpp=2),
@@ -51,6 +58,12 @@ def scenario_round_trip(folder: Path, layout: Layout, destination: Path) -> int:
 def test_round_trip_through_megatron(worlds, tmp_path, family, tied):
     folder = hf_models.make(tmp_path / "model", family, tied, vocab_size=300 if tied else 131)
     check_round_trips(worlds, folder, LAYOUTS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_round_trip_of_experts(worlds, tmp_path, family):
+    check_round_trips(worlds, hf_models.make(tmp_path / "model", family, False), MOE)
 
 
 @pytest.mark.timeout(300)

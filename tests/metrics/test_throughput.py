@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridflow.batch import Batch
 from hybridflow.config.load import load
@@ -28,6 +28,17 @@ def test_the_formula_is_torchs_own_count_of_a_forward_and_backward_pass():
         counted += counter.get_total_flops()
     # the first layer's input needs no gradient of its own: torch counts every product, so they agree but for rotary tables
     assert throughput.training_flops(hf, [7, 20]) == pytest.approx(counted, rel=0.01)
+
+
+def test_only_the_experts_that_a_token_goes_to_count():
+    """Against torch's count of a model whose experts are computed one by one."""
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    config = Qwen3MoeConfig(attn_implementation="eager", experts_implementation="eager", **SHAPE, **sizes)
+    model = Qwen3MoeForCausalLM(config)
+    hf = HFConfig.from_dict({"architectures": ["Qwen3MoeForCausalLM"], **SHAPE, **sizes})
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randint(0, 96, (1, 20))).logits.sum().backward()
+    assert throughput.training_flops(hf, [20]) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_tokens_per_second_and_mfu(tmp_path, monkeypatch):

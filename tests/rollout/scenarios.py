@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hybridflow.rollout import vllm_compat
 from hybridflow.rollout.engine import Engine, Generation, Sampling
-from hybridflow.rollout.tiles import tile_map
+from hybridflow.rollout.tiles import local_shapes, tile_map
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.tiles import as_index
 
@@ -19,12 +19,13 @@ MAX_MODEL_LEN = 96
 _engines: dict[str, Engine] = {}  # at most one, by what it was built from
 
 
-def engine(folder: str, tp: int) -> Engine:
-    """The engine for this model's shape and tp; another one is closed first."""
-    key = f"{folder} {tp}"
+def engine(folder: str, tp: int, expert_parallel: bool = False) -> Engine:
+    """The engine for this model's shape and layout; another one is closed first."""
+    key = f"{folder} {tp} {expert_parallel}"
     if key not in _engines:
         close()
-        _engines[key] = Engine(folder, tp, "float32", MAX_MODEL_LEN, engine_args={"max_num_seqs": 16})
+        arguments = {"engine_args": {"max_num_seqs": 16}, "expert_parallel": expert_parallel}
+        _engines[key] = Engine(folder, tp, "float32", MAX_MODEL_LEN, **arguments)
     return _engines[key]
 
 
@@ -34,15 +35,15 @@ def close() -> None:
     _engines.clear()
 
 
-def write(target: Engine, folder: str, tp: int) -> dict[str, int]:
+def write(target: Engine, folder: str, tp: int, expert_parallel: bool = False) -> dict[str, int]:
     """Write a checkpoint into the engine's parameters through the tile map, and garbage into what no tile covers.
 
     Returns how many elements of each parameter no tile covers, where there are any.
     """
     checkpoint = load_file(Path(folder) / "model.safetensors")
-    tiles = tile_map(HFConfig.from_folder(folder), tp, dist.get_rank() % tp)
-    parameters = target.parameters()
-    assert set(tiles) == set(parameters)
+    layout = HFConfig.from_folder(folder), tp, dist.get_rank() % tp, expert_parallel
+    tiles, parameters = tile_map(*layout), target.parameters()
+    assert local_shapes(*layout) == {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     uncovered = {}
     for name, parameter in parameters.items():
         parameter.fill_(1e4)
@@ -56,8 +57,8 @@ def write(target: Engine, folder: str, tp: int) -> dict[str, int]:
     return uncovered
 
 
-def fill(target: Engine, folder: str, tp: int) -> dict[str, int]:
-    uncovered = write(target, folder, tp)
+def fill(target: Engine, folder: str, tp: int, expert_parallel: bool = False) -> dict[str, int]:
+    uncovered = write(target, folder, tp, expert_parallel)
     target.weights_changed()
     return uncovered
 
@@ -73,6 +74,19 @@ def against_hf(folder: str, tp: int, prompts: list[list[int]], samplings: list[S
     uncovered = fill(target, folder, tp)
     diverge_generators()
     return {"uncovered": uncovered, "generations": [target.generate(prompts, sampling, 3) for sampling in samplings]}
+
+
+def updates(folders: list[str], tp: int, expert_parallel: bool, prompts: list[list[int]], sampling: Sampling) -> list[dict]:
+    """What `against_hf` gives for one sampling, for every folder in turn, asleep in between; they have one shape."""
+    target, found = engine(folders[0], tp, expert_parallel), []
+    for folder in folders:
+        target.sleep()
+        target.wake_weights()
+        uncovered = fill(target, folder, tp, expert_parallel)
+        target.wake_kv_cache()
+        tokens = [generation.tokens for generation in target.generate(prompts, sampling, 3)]
+        found.append({"uncovered": uncovered, "tokens": tokens})
+    return found
 
 
 def generate(folder: str, tp: int, prompts: list[list[int]], sampling: Sampling, seed: int = 0) -> list[Generation]:

@@ -17,6 +17,8 @@ from tests.rollout import models, scenarios
 PROMPTS = [[(i * 37 + j * 11) % models.VOCABULARY for j in range(5 + i)] for i in range(20)]  # more than max_num_seqs
 GREEDY = Sampling(max_tokens=12, greedy=True)
 FAMILIES = {"llama": True, "qwen3": False, "qwen2": False}  # tied?
+EXPERTS = [("qwen3_moe", tp, expert_parallel) for tp in (1, 2, 4) for expert_parallel in (False, True)[:tp]]
+EXPERTS += [("mixtral", 2, True), ("mixtral", 4, False)]
 TIMEOUT = 400  # importing vLLM on four ranks takes a minute of CPU time
 
 
@@ -24,7 +26,8 @@ TIMEOUT = 400  # importing vLLM on four ranks takes a minute of CPU time
 def folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     made = {name: str(models.save_model(root / name, name, seed, tied=FAMILIES[name])) for seed, name in enumerate(FAMILIES)}
-    return made | {"other": str(models.save_model(root / "other", "qwen2", seed=9))}
+    others = [("other", "qwen2", 9)] + [(f"{name}{seed}", name, seed) for name in ("qwen3_moe", "mixtral") for seed in (1, 2)]
+    return made | {name: str(models.save_model(root / name, family, seed)) for name, family, seed in others}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,18 @@ def world(worlds):
     yield run
     if used:
         used["world"].close()  # four engines are 3 GB
+
+
+@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.parametrize(("family", "tp", "expert_parallel"), EXPERTS)
+def test_three_updates_of_experts_reach_the_engine(world, folders, hf, family: str, tp: int, expert_parallel: bool):
+    names = [f"{family}{seed}" for seed in (1, 2, 1)]
+    results = world(scenarios.updates, [folders[name] for name in names], tp, expert_parallel, PROMPTS[:6], GREEDY)
+    expected = [[models.greedy(hf[name], prompt, 12) for prompt in PROMPTS[:6]] for name in names]
+    assert expected[0] != expected[1]
+    for number, tokens in enumerate(expected):
+        assert [result[number]["tokens"] for result in results] == [tokens] * 4
+        _assert_only_padding_is_uncovered([result[number]["uncovered"] for result in results], tp, tied=False)
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
