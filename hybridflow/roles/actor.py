@@ -11,7 +11,8 @@ from hybridflow.config.schema import ActorConfig, Config
 from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, remote
 from hybridflow.planner.memory import memory_plan
 from hybridflow.roles.megatron import MegatronRole
-from megatron_ext import device, step, weights
+from megatron_ext import device, step
+from megatron_ext.export import export_hf
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.memory import TrainingMemory
 from megatron_ext.optimizer import Optimizer, OptimizerSettings, wrap
@@ -99,7 +100,7 @@ class Actor(MegatronRole):
         """Write the weights as an HF folder."""
         self.require_weights()
         tiles = [self.tile_map(rank) for rank in range(self.layout.world_size)]
-        weights.export_hf(self.parameters(), tiles, self.model_path, destination)
+        export_hf(self.parameters(), tiles, self.model_path, destination)
 
 
 def _smallest_device() -> int | None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.export import export_hf
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
-from megatron_ext.weights import WeightsError, export_hf, hf_shapes, load_hf, local_shapes, tile_map
+from megatron_ext.weights import WeightsError, hf_shapes, load_hf, local_shapes, tile_map
 from tests import hf_models
 
 DENSE, MOE = ["llama", "qwen2", "qwen3"], ["qwen3_moe", "mixtral"]

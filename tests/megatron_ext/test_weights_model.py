@@ -35,10 +35,11 @@ def scenario_round_trip(folder: Path, layout: Layout, destination: Path) -> int:
     import torch.distributed as dist
 
     from megatron_ext import device
+    from megatron_ext.export import export_hf
     from megatron_ext.hf_config import HFConfig
     from megatron_ext.model import build_model, transformer_config
     from megatron_ext.parallel import ParallelState
-    from megatron_ext.weights import export_hf, load_hf, named_parameters, tile_map
+    from megatron_ext.weights import load_hf, named_parameters, tile_map
 
     hf = HFConfig.from_folder(folder)
     state = ParallelState("actor", layout, seed=1)
