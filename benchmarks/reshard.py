@@ -61,7 +61,8 @@ def main() -> int:
     engines = Engines(fields, hf, settings.dtype) if arguments.engine else None
     rows: list[dict[str, Any]] = []
     for pair in pairs:
-        rows.append(Case(settings, pair, engines and engines.get(pair.rollout_tp, pair.rollout_ep)).measure())
+        engine = engines and engines.get(pair.engines(hf, settings.ranks_per_node), pair.rollout_ep)
+        rows.append(Case(settings, pair, engine).measure())
         release_memory()
         if dist.get_rank() == 0:
             report(arguments, fields, settings.bandwidths, rows)

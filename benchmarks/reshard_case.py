@@ -22,6 +22,7 @@ from hybridflow.resharding.verify import ReshardingMismatch, verify
 from hybridflow.rollout import tiles as rollout
 from hybridflow.rollout import vllm_compat
 from hybridflow.rollout.engine import Engine
+from hybridflow.rollout.grouping import EngineLayout, choose_engines
 from megatron_ext import device, weights
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
@@ -50,6 +51,10 @@ class Pair(NamedTuple):
         self.training.check_experts(hf.num_experts, hf.moe_intermediate_size)
         rollout.check_tp(hf, self.rollout_tp, self.rollout_ep)
 
+    def engines(self, hf: HFConfig, ranks_per_node: int) -> EngineLayout:
+        """The ranks of each engine, as a job has them by default: those that receive least."""
+        return choose_engines(hf, self.training, self.rollout_tp, ranks_per_node, self.rollout_ep).layout
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -69,15 +74,16 @@ class Engines:
         self._folder, self._hf, self._itemsize = tempfile.TemporaryDirectory(), hf, dtype.itemsize
         (Path(self._folder.name) / "config.json").write_text(json.dumps(fields))
         self._dtype = str(dtype).removeprefix("torch.")
-        self._engine, self._layout = None, (0, False)
+        self._engine: Engine | None = None
+        self._layout: tuple[EngineLayout, bool] | None = None
 
-    def get(self, tp: int, expert_parallel: bool = False) -> Engine:
-        if (tp, expert_parallel) != self._layout:
+    def get(self, layout: EngineLayout, expert_parallel: bool = False) -> Engine:
+        if (layout, expert_parallel) != self._layout:
             self.close()
-            share = self._memory_share(tp, expert_parallel)
-            arguments = {"engine_args": ENGINE_ARGUMENTS, "expert_parallel": expert_parallel}
-            self._engine = Engine(self._folder.name, tp, self._dtype, 256, share, **arguments)
-            self._layout = tp, expert_parallel
+            share = self._memory_share(layout.tp, expert_parallel)
+            arguments = {"engine_args": ENGINE_ARGUMENTS, "expert_parallel": expert_parallel, "order": layout.order}
+            self._engine = Engine(self._folder.name, layout.tp, self._dtype, 256, share, **arguments)
+            self._layout = layout, expert_parallel
         return self._engine
 
     def _memory_share(self, tp: int, expert_parallel: bool) -> float:
@@ -90,7 +96,7 @@ class Engines:
     def close(self) -> None:
         if self._engine:
             self._engine.close()
-        self._engine, self._layout = None, (0, False)
+        self._engine = self._layout = None
 
 
 class Case:
@@ -99,7 +105,8 @@ class Case:
     def __init__(self, settings: Settings, pair: Pair, engine: Engine | None = None):
         self.settings, self.pair, self.engine = settings, pair, engine
         self._rank, layout, hf = dist.get_rank(), pair.training, settings.hf
-        places = [(pair.rollout_tp, rank % pair.rollout_tp, pair.rollout_ep) for rank in range(layout.world_size)]
+        engines = pair.engines(hf, settings.ranks_per_node)
+        places = [(engines.tp, engines.coordinates(rank).tp, pair.rollout_ep) for rank in range(layout.world_size)]
         self.source_tiles = [weights.tile_map(hf, layout, rank) for rank in range(layout.world_size)]
         self.destination_tiles = [rollout.tile_map(hf, *place) for place in places]
         self.source = _empty(weights.local_shapes(hf, layout, self._rank), settings.dtype)

@@ -23,10 +23,10 @@ class _Worlds:
     def __init__(self):
         self._worlds: dict[tuple[int, str], World] = {}
 
-    def __call__(self, size: int, name: str = "") -> World:
+    def __call__(self, size: int, name: str = "", cuda: bool = False) -> World:
         world = self._worlds.get((size, name))
         if world is None or not world.alive:
-            world = self._worlds[size, name] = World(size)
+            world = self._worlds[size, name] = World(size, cuda)
         return world
 
     def close(self) -> None:
@@ -36,7 +36,8 @@ class _Worlds:
 
 @pytest.fixture(scope="session")
 def worlds():
-    """`worlds(4)`: a running world of 4 ranks, shared by all tests; `worlds(4, "engine")`: another one."""
+    """`worlds(4)`: a running world of 4 ranks, shared by all tests; `worlds(4, "engine")`: another one; `worlds(1, "gpu",
+    cuda=True)`: with a GPU for each rank."""
     shared = _Worlds()
     yield shared
     shared.close()

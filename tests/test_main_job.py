@@ -79,6 +79,7 @@ def test_metrics_of_every_step(jobs):
         *("time/step", "time/wake", "time/reshard", "time/rollout", "time/sleep", "time/reward", "time/update"),
         *("perf/step_tokens_per_second_per_gpu", "perf/rollout_tokens_per_second_per_gpu", "perf/mfu"),
         *("perf/update_tokens_per_second_per_gpu", "mismatch/log_prob_abs_mean", "mismatch/log_prob_abs_max", "mismatch/kl"),
+        *("time/release", "time/restore", "memory/peak_bytes/release", "memory/peak_bytes/restore"),
         *("memory/peak_bytes/update", "memory/peak_bytes/rollout", "memory/peak_bytes/sleep"),
         *("actor/loss", "actor/lr", "actor/grad_norm", "actor/entropy", "actor/clip_fraction", "actor/kl_old"),
     }
@@ -101,6 +102,11 @@ def test_the_warm_start_learns_and_evaluations_are_recorded(jobs):
     for path in ("config.yaml", "plots/reward.png", "summary.json"):
         assert (run / path).stat().st_size > 0
     assert list((run / "tensorboard").iterdir())
+
+
+def test_a_healthy_job_warns_of_nothing(jobs):
+    """Neither the canary nor the watch over memory."""
+    assert "warning" not in "".join(output for _, output in jobs.values())
 
 
 def test_evaluation_problems_never_occur_in_training(jobs):

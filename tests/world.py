@@ -3,7 +3,8 @@
     def scenario(rank, tp): ...            # a module-level function; runs on every rank
     results = world.run(scenario, tp=2)    # one result per rank; an exception on any rank fails the test with its traceback
 
-The processes have torchrun's environment variables and an initialised gloo world. They die with the test session.
+The processes have torchrun's environment variables and an initialised gloo world, or NCCL with a GPU for each rank. They die
+with the test session.
 """
 
 import os
@@ -34,16 +35,16 @@ def free_port() -> int:
 
 
 class World:
-    """`size` ranks over gloo. `run` raises on a failure or a timeout and kills the world then: its state is unknown."""
+    """`size` ranks. `run` raises on a failure or a timeout and kills the world then: its state is unknown."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, cuda: bool = False):
         context = mp.get_context("spawn")
         self.size = size
         self._calls = [context.Queue() for _ in range(size)]
         self._results = context.Queue()
         environment = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
         self._processes = [
-            context.Process(target=_serve, args=(rank, environment, self._calls[rank], self._results), daemon=True)
+            context.Process(target=_serve, args=(rank, environment, self._calls[rank], self._results, cuda), daemon=True)
             for rank in range(size)
         ]
         for process in self._processes:
@@ -83,13 +84,15 @@ class World:
             process.join()
 
 
-def _serve(rank: int, environment: dict, calls, results) -> None:
+def _serve(rank: int, environment: dict, calls, results, cuda: bool) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=environment["WORLD_SIZE"])
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=torch.device("cuda", rank) if cuda else None)
     while True:
         function, args, kwargs = calls.get()
         try:

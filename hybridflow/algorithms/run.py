@@ -275,8 +275,8 @@ class Run:
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
         reports = [_by_phase(report) for report in self.worker.memory().result()]
-        phases = {phase for report in reports for phase in report}
-        return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in sorted(phases)}
+        phases = {phase: None for report in reports for phase in report}  # in the order of the step
+        return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
 
 
 def merge_sums(shards: list[dict[str, float]]) -> dict[str, float]:

@@ -116,6 +116,8 @@ class RolloutConfig:
     tp: int = 1
     dtype: Dtype | None = None
     expert_parallel: bool = False
+    # which ranks form an engine: those of a node that receive least when the weights come, or neighbours
+    grouping: Literal["best", "contiguous"] = "best"
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory that vLLM may use while it generates
     # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side
     sleep: bool = True

@@ -23,7 +23,7 @@ class Transport(Protocol):
 class Future:
     """The result of a call that may still be running."""
 
-    def __init__(self, wait: Callable[[], dict[int, Any]], merge: Callable[[list], Any]):
+    def __init__(self, wait: Callable[[], dict[int, Any]], merge: Callable[[dict[int, Any]], Any]):
         self._wait, self._merge = wait, merge
         self._done, self._result = False, None
 
@@ -32,7 +32,7 @@ class Future:
         result per collecting rank."""
         if not self._done:
             replies = self._wait()
-            self._result = self._merge([replies[rank] for rank in sorted(replies)])
+            self._result = self._merge(replies)
             self._done = True
         return self._result
 
@@ -63,11 +63,12 @@ class RoleHandle:
                 for rank in range(self.layout.world_size)
             }
             wait = self._transport.submit(calls)
-            return Future(wait, lambda results: results if parts is None else _merge(parts, results))
+            if parts:  # in the order of the shards, which an engine's ranks need not be in
+                collecting = sorted(collecting, key=lambda rank: self.layout.coordinates(rank).dp)
+            return Future(wait, lambda replies: _merge(parts, [replies[rank] for rank in collecting]))
 
         return call
 
 
-def _merge(parts: Split, results: list) -> Any:
-    """Ascending ranks of the collecting kind are ascending data-parallel coordinates: shards in order."""
-    return parts.merge(results) if isinstance(results[0], Batch) else results
+def _merge(parts: Split | None, results: list) -> Any:
+    return parts.merge(results) if parts and isinstance(results[0], Batch) else results

@@ -28,7 +28,8 @@ from hybridflow.metrics.console import Console
 from hybridflow.metrics.plot import plot_reward
 from hybridflow.metrics.summary import Evaluation, History, summarize
 
-MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns
+MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns ...
+MEMORY_GROWTH_BYTES = 256 << 20  # ... unless it is less than this: a process that fills its caches
 PLOT_EVERY = 10
 
 
@@ -155,14 +156,17 @@ class Recorder:
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak_bytes/") and value}
         if len(self.history.steps) == 3:
             self._memory_at_third = peaks
-        for name, value in peaks.items():
-            third = self._memory_at_third.get(name)
-            if third and value > MEMORY_GROWTH * third and name not in self._memory_warned:
-                self._memory_warned.add(name)
-                self._console.line(
-                    f"warning: memory of phase {name.rpartition('/')[2]} grew from {third / 2**30:.2f} GiB at the third step"
-                    f" to {value / 2**30:.2f} GiB"
-                )
+        grown = {name: value - self._memory_at_third.get(name, value) for name, value in peaks.items()}
+        least = {name: max((MEMORY_GROWTH - 1) * (peaks[name] - more), MEMORY_GROWTH_BYTES) for name, more in grown.items()}
+        new = [name for name, more in grown.items() if more > least[name] and name not in self._memory_warned]
+        if new:
+            self._memory_warned.update(new)
+            most = max(new, key=grown.get)
+            others = f" (and that of {len(new) - 1} other phases)" if len(new) > 1 else ""
+            self._console.line(
+                f"warning: memory of phase {most.rpartition('/')[2]} grew from {(peaks[most] - grown[most]) / 2**30:.2f} GiB"
+                f" at the third step to {peaks[most] / 2**30:.2f} GiB{others}"
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from hybridflow.metrics.console import duration
 
 FIRST, LAST = 3, 10  # steps over which the first and the last reward are averaged
+PEAKS = 5  # phases whose memory is shown
 FILES = (
     ("metrics", "metrics.jsonl"),
     ("samples", "samples.jsonl"),
@@ -107,5 +108,6 @@ def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in values["time_shares"].items() if share >= 0.005)
         time = f"{values['step_seconds_median']:.2f} s a step (median): {shares}"
     if values["memory_peak_bytes"]:
-        memory = "peak " + ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in values["memory_peak_bytes"].items())
+        highest = sorted(values["memory_peak_bytes"].items(), key=lambda item: -item[1])[:PEAKS]
+        memory = "peak " + ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in highest)
     return [("reward", reward), ("accuracy", accuracy), ("time", time), ("memory", memory)]

@@ -1,11 +1,10 @@
 """Which grouping of ranks into engines receives least: an assignment problem within every node."""
 
-from collections import defaultdict
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hybridflow.resharding.rectangles import volume
-from megatron_ext.tiles import TileMap, intersect
+from hybridflow.resharding.cover import Cover
 
 
 class Grouping(NamedTuple):
@@ -15,53 +14,28 @@ class Grouping(NamedTuple):
     received: tuple[int, ...]
 
 
-def best_grouping(sources: Sequence[TileMap], destinations: Sequence[TileMap], ranks_per_node: int) -> Grouping:
+def best_grouping(cover: Cover, ranks_per_node: int) -> Grouping:
     """Permute the destinations among the ranks of each node so that the fewest elements are received in all.
 
-    Ranks without destination tiles stay without.
+    A node whose ranks receive no more as they are stays as it is, and ranks without destination tiles stay without.
     """
-    takes, received = list(range(len(sources))), [0] * len(sources)
-    costs = _Costs(sources, destinations)
-    for first in range(0, len(sources), ranks_per_node):
-        ranks = [r for r in range(first, min(first + ranks_per_node, len(sources))) if destinations[r]]
-        cost = [[costs(r, d) for d in ranks] for r in ranks]
-        for row, column in enumerate(_assign(cost)):
-            takes[ranks[row]], received[ranks[row]] = ranks[column], cost[row][column]
+    have, need = cover.sources.of, cover.destinations.of
+    takes, received = list(range(len(have))), [0] * len(have)
+    missing = functools.cache(cover.missing)
+
+    @functools.cache  # nodes of the same kinds of ranks
+    def arrange(sources: tuple[int, ...], destinations: tuple[int, ...]) -> list[int]:
+        cost = [[missing(source, destination) for destination in destinations] for source in sources]
+        columns = _assign(cost)
+        as_they_are = sum(cost[i][i] for i in range(len(cost)))
+        return columns if sum(cost[i][c] for i, c in enumerate(columns)) < as_they_are else list(range(len(cost)))
+
+    for first in range(0, len(have), ranks_per_node):
+        ranks = [r for r in range(first, min(first + ranks_per_node, len(have))) if cover.destinations.maps[need[r]]]
+        for rank, column in zip(ranks, arrange(tuple(have[r] for r in ranks), tuple(need[r] for r in ranks)), strict=True):
+            takes[rank] = ranks[column]
+            received[rank] = missing(have[rank], need[ranks[column]])
     return Grouping(tuple(takes), tuple(received))
-
-
-class _Costs:
-    """Elements of one rank's destination map that another rank's source map lacks; equal maps are worked out once."""
-
-    def __init__(self, sources: Sequence[TileMap], destinations: Sequence[TileMap]):
-        self._sources, self._destinations = sources, destinations
-        self._source_kinds, self._destination_kinds = _kinds(sources), _kinds(destinations)
-        self._known: dict[tuple[int, int], int] = {}
-
-    def __call__(self, source: int, destination: int) -> int:
-        key = self._source_kinds[source], self._destination_kinds[destination]
-        if key not in self._known:
-            self._known[key] = _missing(self._sources[source], self._destinations[destination])
-        return self._known[key]
-
-
-def _kinds(maps: Sequence[TileMap]) -> list[int]:
-    """A number per map, the same for equal maps."""
-    numbers: dict[tuple, int] = {}
-    return [numbers.setdefault(tuple((name, *tiles) for name, tiles in m.items()), len(numbers)) for m in maps]
-
-
-def _missing(source: TileMap, destination: TileMap) -> int:
-    held = defaultdict(set)
-    for tiles in source.values():
-        for tile in tiles:
-            held[tile.hf_name].add(tile.hf_slices)
-    missing = 0
-    for tiles in destination.values():
-        for tile in tiles:
-            shared = (intersect(tile.hf_slices, slices) for slices in held[tile.hf_name])
-            missing += tile.numel - min(tile.numel, sum(volume(part) for part in shared if part))
-    return missing
 
 
 def _assign(cost: Sequence[Sequence[int]]) -> list[int]:

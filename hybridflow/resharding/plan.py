@@ -1,20 +1,23 @@
 """Who copies which rectangle from where: a pure function of all ranks' tile maps, so that every rank computes its own part.
 
-A destination rank takes what it can from itself, the rest from ranks of its node, the rest from other nodes. Where several
-ranks hold the same rectangle (data-parallel replicas, tied embeddings under PP), the one that has the least to send so far is
-asked. Rectangles that adjoin on both sides are merged. Knows tiles only: neither Megatron nor vLLM.
+A destination rank takes what it can from itself, the rest from ranks of its node, the rest from other nodes; where several
+ranks hold the same (data-parallel replicas, tied embeddings under PP), they share the sending. The steps: `kinds` (equal maps
+once), `cover` (which holders have what is needed), `senders` (who sends it), and here the rectangles of one rank's part, where
+those that adjoin on both sides are merged. Knows tiles only: neither Megatron nor vLLM.
 """
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridflow.resharding.cover import Bundle, Cover, Holders, find_cover
 from hybridflow.resharding.grouping import best_grouping
-from hybridflow.resharding.rectangles import subtract, volume
+from hybridflow.resharding.kinds import Kinds
+from hybridflow.resharding.rectangles import volume
+from hybridflow.resharding.senders import Request, choose_senders
 from megatron_ext.tiles import Slices, Tile, TileMap, intersect, to_local
-
-WHOLE_BUNDLES = 1.05  # load of the busiest sender, relative to the finest division, up to which messages stay whole
 
 
 class Piece(NamedTuple):
@@ -27,6 +30,10 @@ class Piece(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.slices)
 
+    @property
+    def numel(self) -> int:
+        return volume(self.slices)
+
 
 class Copy(NamedTuple):
     source: Piece
@@ -34,11 +41,7 @@ class Copy(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return volume(self.source.slices)
-
-
-class IncompleteSource(ValueError):
-    """No rank holds a rectangle that a destination needs."""
+        return self.source.numel
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def make_plan(
 ) -> Plan:
     """The part of `rank` in moving the tiles of `sources` to those of `destinations` (a map per rank each; may be empty).
 
+    Only this rank's part is expanded into rectangles. Fastest where ranks with equal maps share one object.
+
     Args:
         itemsize: bytes of a destination element; sources are cast before they are sent.
 
@@ -94,12 +99,14 @@ def make_plan(
     if len(sources) != len(destinations):
         raise ValueError(f"{len(sources)} source maps and {len(destinations)} destination maps: there is one of each per rank")
     ranks = range(len(sources))
-    pairs = _by_pair(sources, destinations, ranks_per_node)
-    sizes = {pair: itemsize * sum(copy.numel for copy in copies) for pair, copies in pairs.items()}
+    cover = find_cover(sources, destinations)
+    pairs = _by_pair(cover, ranks_per_node)
+    sizes = {pair: itemsize * sum(span.stop - span.start for span in spans) for pair, spans in pairs.items()}
     wire = {(source, destination): size for (source, destination), size in sizes.items() if source != destination}
     sent, received = _totals(wire, len(ranks))
     messages = [sum(counts) for counts in zip(*_totals(dict.fromkeys(wire, 1), len(ranks)), strict=True)]
-    mine = {pair: merge(copies) for pair, copies in pairs.items() if rank in pair}
+    expand = _Expansion(cover.sources)
+    mine = {pair: merge(expand(pair[0], spans)) for pair, spans in pairs.items() if rank in pair}
     return Plan(
         rank=rank,
         itemsize=itemsize,
@@ -109,10 +116,10 @@ def make_plan(
         sent_bytes=sent,
         received_bytes=received,
         local_bytes=tuple(sizes.get((r, r), 0) for r in ranks),
-        least_received_bytes=tuple(n * itemsize for n in best_grouping(sources, destinations, ranks_per_node).received),
+        least_received_bytes=tuple(n * itemsize for n in best_grouping(cover, ranks_per_node).received),
         max_peers=max(messages),
         max_message_bytes=max(wire.values(), default=0),
-        max_message_pieces=max((len(pairs[pair]) for pair in wire), default=0),
+        max_message_pieces=max((sum(span.count() for span in pairs[pair]) for pair in wire), default=0),
     )
 
 
@@ -128,119 +135,77 @@ def _totals(values: Mapping[tuple[int, int], int], ranks: int) -> tuple[tuple[in
 # ----------------------------------------------------------------------------------------------------------- who sends what
 
 
-class _Holder(NamedTuple):
-    rank: int
-    name: str
-    tile: Tile
+class _Span(NamedTuple):
+    """The elements of a bundle from `start` to `stop`."""
+
+    bundle: Bundle
+    start: int
+    stop: int
+
+    def count(self) -> int:
+        return self.bundle.count(self.start, self.stop)
 
 
-class _Unit(NamedTuple):
-    """Parts of one destination parameter that the same ranks hold in full: they go together, so that they can be merged."""
-
-    destination: int
-    name: str
-    parts: list[tuple[Slices, Tile, dict[int, _Holder]]]  # rectangle of the HF tensor, destination tile, holders by rank
-
-
-def _by_pair(
-    sources: Sequence[TileMap], destinations: Sequence[TileMap], ranks_per_node: int
-) -> dict[tuple[int, int], list[Copy]]:
-    """All copies by (source rank, destination rank), in the order of the destination's parameters."""
-    units = _units(sources, destinations, ranks_per_node)
-    chosen = _choose(units, len(sources), ranks_per_node)
-    pairs: dict[tuple[int, int], list[Copy]] = defaultdict(list)
-    for unit, source in zip(units, chosen, strict=True):
-        for rectangle, tile, holders in unit.parts:
-            held = holders[source]
-            copy = Copy(Piece(held.name, to_local(held.tile, rectangle)), Piece(unit.name, to_local(tile, rectangle)))
-            pairs[source, unit.destination].append(copy)
+def _by_pair(cover: Cover, ranks_per_node: int) -> dict[tuple[int, int], list[_Span]]:
+    """What goes from each (source rank, destination rank), in an order that is the same on both."""
+    pairs: dict[tuple[int, int], list[_Span]] = defaultdict(list)
+    requests, bundles = [], []
+    nearest = _nearest(cover.sources, ranks_per_node)
+    for rank, (source, destination) in enumerate(zip(cover.sources.of, cover.destinations.of, strict=True)):
+        for holders, bundle in cover.bundles[destination].items():
+            if source in holders:
+                pairs[rank, rank].append(_Span(bundle, 0, bundle.size))
+            else:
+                requests.append(Request(rank, bundle.size, nearest(holders, rank // ranks_per_node)))
+                bundles.append(bundle)
+    for request, bundle, shares in zip(requests, bundles, choose_senders(requests, len(cover.sources.of)), strict=True):
+        start = given = 0
+        for sender, elements in shares:
+            given += elements
+            stop = bundle.row_start(given)
+            if start < stop:
+                pairs[sender, request.destination].append(_Span(bundle, start, stop))
+            start = stop
     return dict(pairs)
 
 
-def _units(sources: Sequence[TileMap], destinations: Sequence[TileMap], ranks_per_node: int) -> list[_Unit]:
-    regions = _regions(sources)
-    units: list[_Unit] = []
-    for rank, tiles in enumerate(destinations):
-        for name, held in tiles.items():
-            parts: dict[tuple, _Unit] = {}
-            for tile in held:
-                for rectangle, holders in _cover(tile, regions.get(tile.hf_name, {}), rank, ranks_per_node):
-                    key = tuple((holder.rank, holder.name) for holder in holders.values())
-                    parts.setdefault(key, _Unit(rank, name, [])).parts.append((rectangle, tile, holders))
-            units += parts.values()
-    return units
+def _nearest(sources: Kinds, ranks_per_node: int) -> Callable[[Holders, int], tuple[int, ...]]:
+    """The ranks of these kinds on a node, or all of them where it has none."""
+
+    @functools.cache
+    def anywhere(holders: Holders) -> tuple[int, ...]:
+        return tuple(sorted(rank for kind in holders for rank in sources.ranks[kind]))
+
+    @functools.cache
+    def nearest(holders: Holders, node: int) -> tuple[int, ...]:
+        of_node = enumerate(sources.of[node * ranks_per_node : (node + 1) * ranks_per_node], start=node * ranks_per_node)
+        return tuple(rank for rank, kind in of_node if kind in holders) or anywhere(holders)
+
+    return nearest
 
 
-def _regions(sources: Sequence[TileMap]) -> dict[str, dict[Slices, dict[int, _Holder]]]:
-    """By HF tensor and distinct rectangle of it: who holds it."""
-    regions: dict[str, dict[Slices, dict[int, _Holder]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, tiles in enumerate(sources):
-        for name, held in tiles.items():
-            for tile in held:
-                regions[tile.hf_name][tile.hf_slices].setdefault(rank, _Holder(rank, name, tile))
-    return regions
+class _Expansion:
+    """Turns spans into copies of rectangles between the two ranks' parameters."""
 
+    def __init__(self, sources: Kinds):
+        self._sources = sources
+        self._held: dict[int, dict[str, list[tuple[str, Tile]]]] = {}  # by kind and HF tensor
 
-def _cover(
-    tile: Tile, regions: Mapping[Slices, dict[int, _Holder]], rank: int, ranks_per_node: int
-) -> Iterable[tuple[Slices, dict[int, _Holder]]]:
-    """Cut a destination tile into rectangles that lie in one source region each: the nearest regions are used first."""
+    def __call__(self, source: int, spans: Iterable[_Span]) -> Iterator[Copy]:
+        held = self._tiles(self._sources.of[source])
+        for bundle, start, stop in spans:
+            for name, tile, slices in bundle.between(start, stop):
+                theirs, around = next(h for h in held[tile.hf_name] if intersect(h[1].hf_slices, slices) == slices)
+                yield Copy(Piece(theirs, to_local(around, slices)), Piece(name, to_local(tile, slices)))
 
-    def distance(item: tuple[Slices, dict[int, _Holder]]) -> tuple[int, Slices]:
-        slices, holders = item
-        return (0 if rank in holders else 1 if any(_same_node(rank, r, ranks_per_node) for r in holders) else 2), slices
-
-    remaining = [tile.hf_slices]
-    for slices, holders in sorted(regions.items(), key=distance):
-        left = []
-        for rectangle in remaining:
-            shared = intersect(rectangle, slices)
-            if shared:
-                yield shared, holders
-                left += subtract(rectangle, shared)
-            else:
-                left.append(rectangle)
-        remaining = left
-    if remaining:
-        raise IncompleteSource(f"{tile.hf_name}{list(remaining[0])} is needed by rank {rank}, but no rank has it")
-
-
-def _choose(units: Sequence[_Unit], ranks: int, ranks_per_node: int) -> list[int]:
-    """The rank that sends each unit: the destination itself, else the least loaded of the nearest holders.
-
-    Whole bundles (what one destination needs of one set of replicas) make few, large messages. They are taken apart only
-    where that relieves the busiest sender, as when more replicas than destinations could share the work.
-    """
-    bundles: dict[tuple, list[int]] = defaultdict(list)
-    for index, unit in enumerate(units):
-        bundles[unit.destination, *unit.parts[0][2]].append(index)
-    whole, heaviest = _deal(units, list(bundles.values()), ranks, ranks_per_node)
-    apart, lighter = _deal(units, [[index] for index in range(len(units))], ranks, ranks_per_node)
-    return whole if heaviest <= WHOLE_BUNDLES * lighter else apart
-
-
-def _deal(units: Sequence[_Unit], bundles: Sequence[Sequence[int]], ranks: int, ranks_per_node: int) -> tuple[list[int], int]:
-    """Give each bundle of units to a sender, large ones first. Returns the senders of the units and the largest load."""
-    sizes = [sum(volume(rectangle) for rectangle, _, _ in unit.parts) for unit in units]
-    weights = [sum(sizes[index] for index in bundle) for bundle in bundles]
-    load, chosen = [0] * ranks, [0] * len(units)
-    for number in sorted(range(len(bundles)), key=lambda n: -weights[n]):
-        first = units[bundles[number][0]]
-        destination, holders = first.destination, first.parts[0][2]
-        if destination in holders:
-            sender = destination
-        else:
-            near = [r for r in holders if _same_node(destination, r, ranks_per_node)]
-            # among equals the next one after the destination, so that not all destinations begin with the same sender
-            sender = min(near or holders, key=lambda r, d=destination: (load[r], (r - d) % ranks))
-            load[sender] += weights[number]
-        for index in bundles[number]:
-            chosen[index] = sender
-    return chosen, max(load)
-
-
-def _same_node(a: int, b: int, ranks_per_node: int) -> bool:
-    return a // ranks_per_node == b // ranks_per_node
+    def _tiles(self, kind: int) -> dict[str, list[tuple[str, Tile]]]:
+        if kind not in self._held:
+            by_tensor: dict[str, list[tuple[str, Tile]]] = defaultdict(list)
+            for name, tiles in self._sources.maps[kind].items():
+                for tile in tiles:
+                    by_tensor[tile.hf_name].append((name, tile))
+            self._held[kind] = by_tensor
+        return self._held[kind]
 
 
 # ------------------------------------------------------------------------------------------------------------------- merge
@@ -253,7 +218,7 @@ def merge(copies: Iterable[Copy]) -> list[Copy]:
         by_parameters[copy.source.name, copy.destination.name].append(copy)
     merged: list[Copy] = []
     for group in by_parameters.values():
-        before = 0
+        before = 0 if len(group) > 1 else 1
         while len(group) != before:
             before = len(group)
             for dim in range(len(group[0].source.slices)):

@@ -2,9 +2,10 @@
 
 The checksum of a rectangle is the sum over its elements of hash(index in the HF tensor, bits) modulo 2^64, so that it does
 not depend on how the tensor is cut, and a wrong element, swapped tiles or a wrong offset change it. Every rank sums each of
-its tiles on both sides; the sums (8 bytes a tile) are all-gathered and compared by every rank.
+its tiles on both sides; the sums (8 bytes a tile) are all-gathered and compared by every rank, for each kind of rank at once.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.resharding.kinds import Kinds, find_kinds
 from hybridflow.resharding.rectangles import extent, volume
 from megatron_ext.tiles import Slices, TileMap, as_index, intersect
 
@@ -44,15 +46,6 @@ class Report:
     tiles: int
 
 
-class _Holder(NamedTuple):
-    rank: int
-    name: str
-    checksum: int
-
-
-_Regions = dict[str, dict[Slices, list[_Holder]]]  # by HF tensor and distinct rectangle
-
-
 @torch.no_grad()
 def verify(
     source_tiles: Sequence[TileMap],
@@ -77,22 +70,27 @@ def verify(
     Raises:
         ReshardingMismatch: on every rank.
     """
-    extents = _extents(source_tiles, destination_tiles, shapes, layouts)
+    kinds = find_kinds(source_tiles), find_kinds(destination_tiles)
+    extents = _extents(kinds, shapes, layouts)
     parameters = [*destination.values(), *source.values()]
     device = parameters[0].device if parameters else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if dtype is None:
         dtype = next(iter(destination.values())).dtype
     sides = tuple(
-        _regions(tiles, _checksums(tiles, tensors, extents, dtype, device, group))
-        for tiles, tensors in ((source_tiles, source), (destination_tiles, destination))
+        _Side(side, _checksums(side, tensors, extents, dtype, device, group))
+        for side, tensors in zip(kinds, (source, destination), strict=True)
     )
     problems = [text for side, layout in zip(sides, layouts, strict=True) for text in _replicas_differ(side, layout)]
     problems += _sides_differ(*sides, layouts)
     if problems:
         more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
         raise ReshardingMismatch("; ".join(problems[:_SHOWN]) + more)
-    tiles = sum(len(held) for side in (source_tiles, destination_tiles) for tile_map in side for held in tile_map.values())
+    tiles = sum(_tiles(m) * len(ranks) for side in kinds for m, ranks in zip(side.maps, side.ranks, strict=True))
     return Report(len(extents), sum(torch.Size(shape).numel() for shape in extents.values()), tiles)
+
+
+def _tiles(tile_map: TileMap) -> int:
+    return sum(len(held) for held in tile_map.values())
 
 
 # ------------------------------------------------------------------------------------------------------------- checksums
@@ -126,67 +124,113 @@ def checksum(local: Tensor, hf_slices: Slices, hf_shape: Sequence[int], dtype: t
 
 
 def _checksums(
-    tiles: Sequence[TileMap],
+    kinds: Kinds,
     parameters: Mapping[str, Tensor],
     extents: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup | None,
-) -> list[list[int]]:
-    """By rank: the checksum of each tile, in the order of its tile map."""
-    counts = [sum(len(held) for held in tile_map.values()) for tile_map in tiles]
-    sums = torch.zeros(max(counts), dtype=torch.int64, device=device)
+) -> Tensor:
+    """[ranks, tiles] int64 on the host: the checksum of each tile, in the order of the rank's tile map; zeros behind."""
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     own = [
         checksum(parameters[name][as_index(tile.local_slices)], tile.hf_slices, extents[tile.hf_name], dtype)
-        for name, held in tiles[rank].items()
+        for name, held in kinds.maps[kinds.of[rank]].items()
         for tile in held
     ]
+    sums = torch.zeros(max(map(_tiles, kinds.maps)), dtype=torch.int64, device=device)
     if own:
         sums[: len(own)] = torch.stack(own)
-    gathered = [sums]
-    if dist.is_initialized():
-        gathered = [torch.empty_like(sums) for _ in tiles]
-        dist.all_gather(gathered, sums, group=group)
-    return [values[:count] for values, count in zip(torch.stack(gathered).tolist(), counts, strict=True)]
+    if not dist.is_initialized():
+        return sums[None].cpu()
+    gathered = torch.empty(len(kinds.of), len(sums), dtype=torch.int64, device=device)
+    dist.all_gather(list(gathered), sums, group=group)
+    return gathered.cpu()
 
 
 # ------------------------------------------------------------------------------------------------------------ comparison
 
 
+class _Place(NamedTuple):
+    """Where a kind of rank holds a rectangle: in which parameter, and as which of its tiles."""
+
+    kind: int
+    name: str
+    tile: int
+
+
+class _Holder(NamedTuple):
+    rank: int
+    name: str
+    checksum: int
+
+
+class _Side:
+    """One side's checksums. `regions`: by HF tensor and distinct rectangle, where it is held.
+
+    The first rank of a kind speaks for all of it, but in `uneven`: (kind, tile) where a rank of that kind has another sum.
+    """
+
+    def __init__(self, kinds: Kinds, sums: Tensor):
+        self._kinds, self._sums = kinds, sums
+        self._first = [sums[ranks[0]].tolist() for ranks in kinds.ranks]
+        self.uneven: set[tuple[int, int]] = set()
+        self.regions: dict[str, dict[Slices, list[_Place]]] = defaultdict(lambda: defaultdict(list))
+        for kind, (tile_map, ranks) in enumerate(zip(kinds.maps, kinds.ranks, strict=True)):
+            differs = (sums[list(ranks)] != sums[ranks[0]]).any(0)
+            self.uneven |= {(kind, tile) for tile in differs.nonzero().flatten().tolist()}
+            flat = ((name, tile) for name, held in tile_map.items() for tile in held)
+            for number, (name, tile) in enumerate(flat):
+                self.regions[tile.hf_name][tile.hf_slices].append(_Place(kind, name, number))
+
+    def checksum(self, place: _Place) -> int:
+        return self._first[place.kind][place.tile]
+
+    def agree(self, places: Sequence[_Place]) -> bool:
+        """Whether all ranks that hold this rectangle have the same checksum of it."""
+        return len({self.checksum(p) for p in places}) == 1 and not any((p.kind, p.tile) in self.uneven for p in places)
+
+    def holders(self, places: Sequence[_Place]) -> list[_Holder]:
+        """Every rank that holds these, ascending."""
+        found = (
+            _Holder(rank, place.name, int(self._sums[rank, place.tile]))
+            for place in places
+            for rank in self._kinds.ranks[place.kind]
+        )
+        return sorted(found)
+
+
 def _extents(
-    source_tiles: Sequence[TileMap],
-    destination_tiles: Sequence[TileMap],
-    shapes: Mapping[str, tuple[int, ...]] | None,
-    layouts: tuple[str, str],
+    kinds: tuple[Kinds, Kinds], shapes: Mapping[str, tuple[int, ...]] | None, layouts: tuple[str, str]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every HF tensor, after checking that both sides' distinct rectangles cover exactly that."""
-    sides = [_rectangles(tiles) for tiles in (source_tiles, destination_tiles)]
+    sides = [_rectangles(side.maps) for side in kinds]
     if shapes is None:
         names = sides[0].keys() | sides[1].keys()
         boxes = {name: extent([r for side in sides for r in side.get(name, ())]) for name in sorted(names)}
         shapes = {name: tuple(stop for _, stop in box) for name, box in boxes.items()}
+    find_problem = functools.cache(_cover_problem)  # most tensors are cut like another one of the same shape
     for side, layout in zip(sides, layouts, strict=True):
         unknown = side.keys() - shapes.keys()
         if unknown:
             raise ReshardingMismatch(f"{layout} has {sorted(unknown)[0]}, which the model does not have")
         for name, shape in shapes.items():
-            problem = _cover_problem(list(side.get(name, ())), shape)
+            problem = find_problem(tuple(side.get(name, ())), tuple(shape))
             if problem:
                 raise ReshardingMismatch(f"{name} of shape {tuple(shape)}: the tiles of {layout} {problem}")
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def _rectangles(tiles: Sequence[TileMap]) -> dict[str, dict[Slices, None]]:
+def _rectangles(maps: Sequence[TileMap]) -> dict[str, dict[Slices, None]]:
     found: dict[str, dict[Slices, None]] = defaultdict(dict)
-    for tile_map in tiles:
+    for tile_map in maps:
         for held in tile_map.values():
             for tile in held:
                 found[tile.hf_name][tile.hf_slices] = None
     return found
 
 
-def _cover_problem(rectangles: list[Slices], shape: Sequence[int]) -> str | None:
+def _cover_problem(rectangles: Sequence[Slices], shape: Sequence[int]) -> str | None:
     for number, first in enumerate(rectangles):
         for second in rectangles[:number]:
             if intersect(first, second):
@@ -197,45 +241,39 @@ def _cover_problem(rectangles: list[Slices], shape: Sequence[int]) -> str | None
     return None if covered == whole else f"cover {covered} of {whole} elements"
 
 
-def _regions(tiles: Sequence[TileMap], checksums: Sequence[Sequence[int]]) -> _Regions:
-    regions: _Regions = defaultdict(lambda: defaultdict(list))
-    for rank, (tile_map, values) in enumerate(zip(tiles, checksums, strict=True)):
-        flat = ((name, tile) for name, held in tile_map.items() for tile in held)
-        for (name, tile), value in zip(flat, values, strict=True):
-            regions[tile.hf_name][tile.hf_slices].append(_Holder(rank, name, value))
-    return regions
-
-
-def _replicas_differ(regions: _Regions, layout: str) -> list[str]:
+def _replicas_differ(side: _Side, layout: str) -> list[str]:
     """Rectangles that several ranks hold with different contents; the larger camp is named first."""
     problems = []
-    for hf_name, by_slices in regions.items():
-        for slices, holders in by_slices.items():
+    for hf_name, by_slices in side.regions.items():
+        for slices, places in by_slices.items():
+            if side.agree(places):
+                continue
             camps: dict[int, list[_Holder]] = defaultdict(list)
-            for holder in holders:
+            for holder in side.holders(places):
                 camps[holder.checksum].append(holder)
-            if len(camps) > 1:
-                parties = " against ".join(_name(camp) for camp in sorted(camps.values(), key=len, reverse=True))
-                problems.append(f"{hf_name}{list(slices)}: replicas of {layout} differ: {parties}")
+            parties = " against ".join(_name(camp) for camp in sorted(camps.values(), key=len, reverse=True))
+            problems.append(f"{hf_name}{list(slices)}: replicas of {layout} differ: {parties}")
     return problems
 
 
-def _sides_differ(source: _Regions, destination: _Regions, layouts: tuple[str, str]) -> list[str]:
+def _sides_differ(source: _Side, destination: _Side, layouts: tuple[str, str]) -> list[str]:
     problems = []
-    for hf_name, theirs in source.items():
-        for left, right in _components(list(theirs), list(destination[hf_name])):
-            parts = ((source[hf_name], left), (destination[hf_name], right))
-            sums = [sum(regions[slices][0].checksum for slices in part) for regions, part in parts]
+    find_components = functools.cache(_components)
+    for hf_name, theirs in source.regions.items():
+        ours = destination.regions[hf_name]
+        for left, right in find_components(tuple(theirs), tuple(ours)):
+            parts = (source, [theirs[slices] for slices in left]), (destination, [ours[slices] for slices in right])
+            sums = [sum(side.checksum(places[0]) for places in regions) for side, regions in parts]
             if (sums[0] - sums[1]) % (1 << 64):
                 holders = (
-                    f"{layout} ({_name([holder for slices in part for holder in regions[slices]])})"
-                    for layout, (regions, part) in zip(layouts, parts, strict=True)
+                    f"{layout} ({_name([holder for places in regions for holder in side.holders(places)])})"
+                    for layout, (side, regions) in zip(layouts, parts, strict=True)
                 )
                 problems.append(f"{hf_name}{list(extent(left))}: {' and '.join(holders)} hold different values")
     return problems
 
 
-def _components(left: list[Slices], right: list[Slices]) -> list[tuple[list[Slices], list[Slices]]]:
+def _components(left: Sequence[Slices], right: Sequence[Slices]) -> list[tuple[list[Slices], list[Slices]]]:
     """Smallest sets of rectangles of both sides that cover the same elements: a mismatch is narrowed down to one."""
     groups: list[tuple[list[Slices], list[Slices]]] = [([rectangle], []) for rectangle in left]
     for rectangle in right:

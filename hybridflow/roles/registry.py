@@ -6,7 +6,7 @@ from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Worker
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reference import Reference
-from hybridflow.roles.rollout import Rollout
+from hybridflow.roles.rollout import Rollout, choose_layout
 from megatron_ext.layout import Layout
 
 # The engine comes first: vLLM wants the memory free that it is going to use.
@@ -23,7 +23,12 @@ def build_roles(config: Config) -> dict[str, Role]:
     return {name: ROLES[name](name, config) for name in configured(config)}
 
 
+def layout_of(config: Config, name: str) -> Layout:
+    """A role's layout, for those who don't have the role."""
+    return choose_layout(config) if name == "rollout" else config.layout(name)
+
+
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
     """The driver's handles of all roles, and of the ranks themselves as `worker`."""
-    found = {name: RoleHandle(name, ROLES[name], config.layout(name), transport) for name in configured(config)}
+    found = {name: RoleHandle(name, ROLES[name], layout_of(config, name), transport) for name in configured(config)}
     return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}

@@ -1,4 +1,4 @@
-"""The rollout: vLLM engines in the training processes, one per group of `roles.rollout.tp` neighbouring ranks."""
+"""The rollout: vLLM engines in the training processes, one per `roles.rollout.tp` ranks of a node."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from hybridflow.controller.protocols import MICRO_DP, ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
 from hybridflow.roles.transfer import WeightTransfer
 from hybridflow.rollout.engine import Engine, Sampling
+from hybridflow.rollout.grouping import EngineLayout, choose_engines
 from hybridflow.rollout.tiles import tile_map
 from megatron_ext import device
 from megatron_ext.hf_config import HFConfig
@@ -27,9 +28,9 @@ class Rollout(Role):
     def __init__(self, name: str, config: Config):
         role = config.roles.rollout
         self.name, self.config = name, config
-        self.layout = config.layout(name)
         path = config.model_path("rollout")
         self.hf = HFConfig.from_folder(path)
+        self.layout = choose_layout(config, say=dist.get_rank() == 0)
         self.engine = Engine(
             path,
             role.tp,
@@ -39,6 +40,7 @@ class Rollout(Role):
             config.run.seed,
             dict(role.engine_args),
             role.expert_parallel,
+            self.layout.order,
         )
         self._transfers: dict[str, WeightTransfer] = {}
         self.sleep()
@@ -102,3 +104,18 @@ class Rollout(Role):
 
     def close(self) -> None:
         self.engine.close()
+
+
+def choose_layout(config: Config, say: bool = False) -> EngineLayout:
+    """Which ranks form an engine (`roles.rollout.grouping`): pure, the same on every rank and for the driver.
+
+    `say`: print the engines that are not neighbours, and why.
+    """
+    role, training = config.roles.rollout, config.layout("actor")
+    if role.grouping == "contiguous":
+        return EngineLayout(config.world_size, role.tp)
+    hf, per_node = HFConfig.from_folder(config.model_path("rollout")), config.cluster.ranks_per_node
+    choice = choose_engines(hf, training, role.tp, per_node, role.expert_parallel)
+    if say and choice.layout.order:
+        print(choice.describe(getattr(torch, config.dtype("rollout")).itemsize, per_node), flush=True)
+    return choice.layout

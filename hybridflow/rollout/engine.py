@@ -7,8 +7,8 @@
     engine.wake_kv_cache()
     generations = engine.generate(prompts, Sampling(max_tokens=64, stop_token_ids=(2,)), seed=7)
 
-Ranks k x tp .. (k + 1) x tp - 1 form engine k. Building, `sleep`, waking and `close` are for all ranks; `generate` is for the
-ranks of one engine, with equal arguments.
+Ranks k x tp .. (k + 1) x tp - 1 form engine k, or those at these places of the list `order`. Building, `sleep`, waking and
+`close` are for all ranks; `generate` is for the ranks of one engine, with equal arguments.
 """
 
 import difflib
@@ -68,6 +68,7 @@ class Engine:
         seed: of the engine; sampling follows the seed given to `generate`.
         engine_args: further arguments of `vllm.EngineArgs`.
         expert_parallel: every rank of an engine holds its share of whole experts, not its columns of all of them.
+        order: all ranks, engine after engine, each engine's in the order of their tensor-parallel ranks; () for 0, 1, 2, ...
 
     Raises:
         ValueError: an argument that does not fit; the message names the key to change.
@@ -83,6 +84,7 @@ class Engine:
         seed: int = 0,
         engine_args: dict[str, Any] | None = None,
         expert_parallel: bool = False,
+        order: Sequence[int] = (),
     ):
         hf = HFConfig.from_folder(model_path)
         check_tp(hf, tp, expert_parallel)
@@ -105,7 +107,8 @@ class Engine:
             vllm_compat.set_launcher_environment(torch.cuda.current_device() if torch.cuda.is_available() else 0)
             vllm_compat.apply_patches()
             check_engine_args(engine_args or {})
-            self._llm = _build(own | defaults | (engine_args or {}), enable_sleep_mode=not self._on_cpu)
+            with vllm_compat.engines_of(order):
+                self._llm = _build(own | defaults | (engine_args or {}), enable_sleep_mode=not self._on_cpu)
         self._parameters = vllm_compat.writable_parameters(self._llm)
         self._kv_cache_bytes: list[int] = []  # of the storages that sleep has emptied (CPU)
         self._weights_awake = self._kv_cache_awake = True

@@ -6,10 +6,11 @@ process already while it is imported, so imports belong inside `preserved_proces
 
 import functools
 import gc
+import inspect
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -128,6 +130,47 @@ def set_launcher_environment(local_rank: int) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; nothing is to be looked up
 
 
+@contextmanager
+def engines_of(order: Sequence[int]) -> Iterator[None]:
+    """Around building an engine: engines are cut from this list of ranks; () for neighbours, as vLLM does by itself.
+
+    vLLM cuts all its groups from 0, 1, 2, ...; those numbers are taken for places in `order`. Still so in 0.32; can go when
+    vLLM takes a list of ranks. Call it after `apply_patches`.
+    """
+    from vllm.distributed import parallel_state
+
+    original = parallel_state.init_model_parallel_group
+
+    def in_order(group_ranks: list[list[int]], *args: Any, **named: Any) -> Any:
+        with groups_numbered_as_listed():
+            return original([[order[place] for place in places] for places in group_ranks], *args, **named)
+
+    if order:
+        parallel_state.init_model_parallel_group = in_order
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
+
+
+@contextmanager
+def groups_numbered_as_listed() -> Iterator[None]:
+    """Within, the members of a new process group are numbered as they are listed, as vLLM takes for granted.
+
+    torch sorts them; from 2.13 on it can be told not to. Can go when vLLM does so, and 2.11 is no longer supported.
+    """
+    original = dist.new_group
+    if "sort_ranks" in inspect.signature(original).parameters:
+        dist.new_group = functools.partial(original, sort_ranks=False)
+    else:
+        distributed_c10d.sorted = list  # a name of the module's own hides Python's
+    try:
+        yield
+    finally:
+        dist.new_group = original
+        vars(distributed_c10d).pop("sorted", None)
+
+
 def apply_patches() -> None:
     """Patch vLLM for life in a training process. Idempotent.
 
@@ -136,6 +179,7 @@ def apply_patches() -> None:
     """
     import vllm
     from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import custom_all_reduce
     from vllm.platforms import current_platform
 
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
@@ -145,6 +189,9 @@ def apply_patches() -> None:
     # Shutting the engine down destroys the default process group, which is the trainer's. Still so in 0.32; can go when
     # vLLM destroys only groups that it made.
     parallel_state.destroy_distributed_environment = _forget_world
+    # When CUDA graphs are captured, the buffers of a group's members are exchanged in the order of their ranks, and not of
+    # their numbers in the group (`engines_of`). Still so in 0.32; can go when it follows the group.
+    custom_all_reduce.sorted = list  # a name of the module's own hides Python's
     if current_platform.is_cpu():
         _patch_cpu()
 

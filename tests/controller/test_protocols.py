@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from hybridflow.batch import Batch
-from hybridflow.controller.protocols import MICRO_DP, ONE_TO_ALL, THREE_D, split
+from hybridflow.controller.handle import RoleHandle
+from hybridflow.controller.protocols import MICRO_DP, ONE_TO_ALL, THREE_D, remote, split
+from hybridflow.controller.role import Role
+from hybridflow.rollout.grouping import EngineLayout
 from megatron_ext.layout import Layout
 
 
@@ -55,3 +58,29 @@ def test_collecting_ranks_hold_the_output_of_their_replica():
     assert [layout.coordinates(rank).dp for rank in THREE_D.collecting_ranks(layout)] == [0, 1]
     assert MICRO_DP.collecting_ranks(Layout(world_size=8, tp=2)) == [0, 2, 4, 6]
     assert ONE_TO_ALL.collecting_ranks(layout) == list(range(8))
+
+
+class Echo(Role):
+    @remote(MICRO_DP)
+    def shards(self, rows: Batch) -> Batch:
+        """Its share, as it came."""
+
+
+class Loopback:
+    """A transport whose ranks reply with what they are given."""
+
+    def phase(self) -> str:
+        return ""
+
+    def submit(self, calls):
+        self.given = {rank: call.args[0]["rewards"].tolist() for rank, call in calls.items()}
+        return lambda: {rank: call.args[0] for rank, call in calls.items() if call.reply}
+
+
+def test_engines_of_ranks_in_any_order_get_one_share_each_and_give_it_back_in_the_callers_order():
+    """Ranks 3 and 1 are the first engine, 0 and 2 the second."""
+    transport, whole = Loopback(), batch([4, 2, 3, 1])
+    handle = RoleHandle("echo", Echo, EngineLayout(4, 2, order=(3, 1, 0, 2)), transport)
+    merged = handle.shards(whole).result()
+    assert transport.given == {0: [2.0, 3.0], 1: [0.0, 1.0], 2: [2.0, 3.0], 3: [0.0, 1.0]}
+    assert torch.equal(merged["rewards"], whole["rewards"])

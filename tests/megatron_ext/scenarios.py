@@ -26,8 +26,10 @@ class Role:
     wrapped: list
 
 
-def make_role(reference: torch.nn.Module, layout: Layout, dtype=torch.float32, name="actor", seed=1, **config) -> Role:
-    """Build, fill and wrap; collective over the world."""
+def make_role(
+    reference: torch.nn.Module, layout: Layout, dtype=torch.float32, name="actor", seed=1, spec="local", **config
+) -> Role:
+    """Build, fill and wrap; collective over the world. `spec` None: what the device's own would be."""
     from megatron_ext.model import build_model, transformer_config
     from megatron_ext.optimizer import wrap
     from megatron_ext.parallel import ParallelState
@@ -37,7 +39,7 @@ def make_role(reference: torch.nn.Module, layout: Layout, dtype=torch.float32, n
     state = ParallelState(name, layout, seed)
     with state.current():
         settings = transformer_config(hf, layout, dtype, **config)
-        chunks = build_model(hf, layout, settings, "local")
+        chunks = build_model(hf, layout, settings, spec)
         fill(chunks, reference.state_dict(), hf, layout, torch.distributed.get_rank())
         wrapped = wrap(chunks, settings)
     return Role(state, layout, hf, settings, chunks, wrapped)

@@ -11,24 +11,26 @@ SETTINGS = OptimizerSettings(lr=3e-3, grad_clip=1.0, weight_decay=0.1)
 UPDATES = 3
 
 
-def train_with_breaks(layout: Layout, dtype: str, away: tuple[str, ...], model: dict) -> dict:
+def train_with_breaks(layout: Layout, dtype: str, away: tuple[str, ...], model: dict, spec: str | None = "local") -> dict:
     """Updates with and without the memory gone before each: parameters at every arrow, and whether all went and came back."""
     from tests.megatron_ext.hf_layout import hf_model
 
     reference = hf_model(**model)
-    _, unbroken = _train(reference, layout, getattr(torch, dtype), ())
-    breaks, broken = _train(reference, layout, getattr(torch, dtype), away)
+    _, unbroken = _train(reference, layout, getattr(torch, dtype), (), spec)
+    breaks, broken = _train(reference, layout, getattr(torch, dtype), away, spec)
     return {"breaks": breaks, "same": [_equal(a, b) for a, b in zip(unbroken, broken, strict=True)]}
 
 
-def _train(reference, layout: Layout, dtype: torch.dtype, away: tuple[str, ...]) -> tuple[list[dict], list[dict]]:
+def _train(
+    reference, layout: Layout, dtype: torch.dtype, away: tuple[str, ...], spec: str | None
+) -> tuple[list[dict], list[dict]]:
     """One entry per break, and the parameters after every update."""
     from megatron_ext.memory import TrainingMemory
     from megatron_ext.optimizer import Optimizer
     from tests.megatron_ext import scenarios
     from tests.megatron_ext.test_optimizer import _update
 
-    role = scenarios.make_role(reference, layout, dtype)
+    role = scenarios.make_role(reference, layout, dtype, spec=spec)
     mine = scenarios.share(scenarios.sequences(128), layout, role.state.coordinates.dp)
     with role.state.current():
         optimizer = Optimizer(role.wrapped, SETTINGS, dtype)
@@ -119,6 +121,16 @@ def test_what_rested_on_the_host_comes_back(worlds, dtype: str, away: tuple[str,
             assert found["gradients"] and found["same"]
         assert {name: result["breaks"][-1][name] for name in gone} == gone
         assert result["same"] == [True] * UPDATES
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("away", [("weights rebuilt",), ("weights rebuilt", "optimizer"), ("weights copied", "optimizer")])
+def test_on_a_gpu_with_its_own_kernels(worlds, away: tuple[str, ...]):
+    """Transformer Engine's layers and Adam; updates there are not the same twice, so only the breaks are compared."""
+    model = {"hidden_size": 256, "intermediate_size": 512}  # heads of 64
+    for result in worlds(1, "gpu", cuda=True).run(train_with_breaks, Layout(1), "bfloat16", away, model, None):
+        assert [found["same"] and found["weights"] for found in result["breaks"]] == [True] * UPDATES
 
 
 def load_into_a_model_with_an_optimizer(layout: Layout) -> dict:

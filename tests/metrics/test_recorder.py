@@ -192,6 +192,18 @@ def test_memory_growth_warns_once(tmp_path, config):
     assert "memory         peak rollout 12.00 GiB, update 1.00 GiB" in out.getvalue()
 
 
+def test_memory_that_grows_in_many_phases_is_one_line(tmp_path, config):
+    out = io.StringIO()
+    with Recorder(tmp_path / "run", config, out) as recorder:
+        for step, gib in enumerate([1, 1, 1, 1.2, 1.3, 1.3], start=1):  # 5% of little is soon reached
+            peaks = {"wake": 2 * gib, "rollout": 3 * gib, "sleep": 0.1 * gib}
+            recorder.log({"step": step, **{f"memory/peak_bytes/{name}": int(size * 2**30) for name, size in peaks.items()}})
+    warnings = [line for line in out.getvalue().splitlines() if "warning" in line]
+    assert warnings == [
+        "warning: memory of phase rollout grew from 3.00 GiB at the third step to 3.60 GiB (and that of 1 other phases)"
+    ]
+
+
 def test_overwrite_deletes_a_runs_files_only(tmp_path, config):
     run = tmp_path / "run"
     (run / "checkpoints/step-1").mkdir(parents=True)

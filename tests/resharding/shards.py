@@ -14,7 +14,28 @@ from megatron_ext.layout import Layout
 from tests import hf_models
 
 
-def vllm_shard(hf: dict[str, Tensor], fields: dict, tp: int, rank: int) -> dict[str, Tensor]:
+def training_shard(hf: dict[str, Tensor], fields: dict, layout: Layout, rank: int) -> dict[str, Tensor]:
+    """What a training rank holds, by splitting and concatenating whole tensors (no tile map); padding is 0."""
+    stage, in_stage = divmod(rank, layout.world_size // layout.pp)
+    layers = [layer for chunk in layout.stage_layers(fields["num_hidden_layers"])[stage] for layer in chunk]
+    etp, ep = (layout.etp, in_stage % layout.etp), (layout.ep, in_stage // layout.etp % layout.ep)
+    first, last = stage == 0, stage == layout.pp - 1
+    return hf_models.megatron_shard(hf, fields, layout.tp, rank % layout.tp, layers, first, last, etp=etp, ep=ep)
+
+
+def _router(fields: dict, layer: int) -> str:
+    return f"model.layers.{layer}.{'block_sparse_moe' if fields['model_type'] == 'mixtral' else 'mlp'}.gate.weight"
+
+
+def _experts(hf: dict[str, Tensor], fields: dict, layer: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Gate, up and down projection of each expert."""
+    letters = ("w1", "w3", "w2") if fields["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    prefix = _router(fields, layer).replace("gate.weight", "experts.")
+    count = len({name.removeprefix(prefix).split(".")[0] for name in hf if name.startswith(prefix)})
+    return [tuple(hf[f"{prefix}{expert}.{letter}.weight"] for letter in letters) for expert in range(count)]
+
+
+def vllm_shard(hf: dict[str, Tensor], fields: dict, tp: int, rank: int, expert_parallel: bool = False) -> dict[str, Tensor]:
     """What a rollout rank holds, by splitting and concatenating whole tensors (no tile map); padding is -1."""
 
     def rows(tensor: Tensor) -> Tensor:
@@ -27,10 +48,12 @@ def vllm_shard(hf: dict[str, Tensor], fields: dict, tp: int, rank: int) -> dict[
         return heads[rank * len(heads) // tp]
 
     def vocabulary(tensor: Tensor) -> Tensor:
-        return rows(torch.cat([tensor, torch.full_like(tensor[: -len(tensor) % 64], -1.0)]))
+        return rows(torch.cat([tensor, tensor.new_full((-len(tensor) % 64, tensor.shape[1]), -1)]))
 
     shard = {"model.embed_tokens.weight": vocabulary(hf["model.embed_tokens.weight"])}
     for name, tensor in hf.items():
+        if ".experts." in name:
+            continue
         if name.endswith(("q_proj.weight", "q_proj.bias")):
             parts = [rows(tensor), *(key_rows(hf[name.replace("q_proj", f"{x}_proj")]) for x in "kv")]
             shard[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
@@ -38,10 +61,18 @@ def vllm_shard(hf: dict[str, Tensor], fields: dict, tp: int, rank: int) -> dict[
             shard[name.replace("gate", "gate_up")] = torch.cat([rows(tensor), rows(hf[name.replace("gate", "up")])])
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             shard[name] = tensor.chunk(tp, 1)[rank]
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("norm.weight", ".gate.weight")):
             shard[name] = tensor
     if "lm_head.weight" in hf:
         shard["lm_head.weight"] = vocabulary(hf["lm_head.weight"])
+    for layer in range(fields["num_hidden_layers"]) if "num_experts_per_tok" in fields else ():
+        experts, inner = _experts(hf, fields, layer), (tp, rank)
+        if expert_parallel:
+            experts, inner = experts[rank * len(experts) // tp :][: len(experts) // tp], (1, 0)
+        halves = [tensor.chunk(inner[0])[inner[1]] for gate, up, _ in experts for tensor in (gate, up)]
+        name = _router(fields, layer).replace("gate.weight", "experts.routed_experts.")
+        shard[name + "w13_weight"] = torch.cat(halves)
+        shard[name + "w2_weight"] = torch.cat([down.chunk(inner[0], 1)[inner[1]] for _, _, down in experts])
     return {name: tensor.clone() for name, tensor in shard.items()}
 
 
@@ -66,11 +97,8 @@ class Case:
 
     def fill(self, seed: int) -> None:
         """New random weights, in place where there are weights already."""
-        model, layout, rank = random_model(self.fields, seed), self.layout, self.rank
-        stage = rank // (layout.world_size // layout.pp)
-        layers = [layer for chunk in layout.stage_layers(self.fields["num_hidden_layers"])[stage] for layer in chunk]
-        last = stage == layout.pp - 1
-        shard = hf_models.megatron_shard(model, self.fields, layout.tp, rank % layout.tp, layers, stage == 0, last)
+        model, rank = random_model(self.fields, seed), self.rank
+        shard = training_shard(model, self.fields, self.layout, rank)
         if hasattr(self, "source"):
             for name, tensor in shard.items():
                 self.source[name].copy_(tensor)

@@ -1,9 +1,19 @@
 """Verification catches what it must, and says where."""
 
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from hybridflow.resharding.kinds import Kinds
 from hybridflow.resharding.verify import ReshardingMismatch, checksum, verify
+from hybridflow.rollout import tiles as rollout
+from megatron_ext import weights
+from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
 from megatron_ext.tiles import Tile
 from tests import hf_models
@@ -11,6 +21,7 @@ from tests.resharding.shards import Case
 
 FIELDS = hf_models.config("qwen2", True)
 GATE_UP = "model.layers.1.mlp.gate_up_proj.weight"
+ROOT = Path(__file__).parents[2]
 MASK = (1 << 64) - 1
 
 
@@ -103,6 +114,75 @@ def test_a_wrong_replica_is_named(worlds):
     message = worlds(4).run(scenario_damage, "source", Layout(4), 2, [2])[0]
     assert "down_proj.weight[(0, 64), (0, 96)]: replicas of training DP4 differ" in message
     assert "on ranks 0, 1, 3 against decoder.layers.2.mlp.linear_fc2.weight on rank 2" in message
+
+
+def scenario_bit_in_a_spare_replica() -> tuple[list[str], str]:
+    """TP2 x DP2 into TP4: rank 2 becomes the third quarter, so nobody takes the first one from its training weights."""
+    case = Case(FIELDS, Layout(4, tp=2), 4)
+    if case.rank == 2:
+        case.source["decoder.layers.2.mlp.linear_fc2.weight"].view(torch.int32)[0, 0] ^= 1
+    case.resharder().run()
+    return case.wrong(), case.verify()
+
+
+@pytest.mark.timeout(240)
+def test_a_bit_in_a_replica_that_nothing_came_from_is_found(worlds):
+    for wrong, message in worlds(4).run(scenario_bit_in_a_spare_replica):
+        assert not wrong
+        assert message == (
+            "model.layers.2.mlp.down_proj.weight[(0, 64), (0, 48)]: replicas of training TP2 x DP2 differ: "
+            "decoder.layers.2.mlp.linear_fc2.weight on rank 0 against decoder.layers.2.mlp.linear_fc2.weight on rank 2"
+        )
+
+
+def scenario_dropped_tile(rank: int, name: str) -> str:
+    """One rank's plan lacks what it should copy into a parameter from its own weights."""
+    case = Case(FIELDS, Layout(4, tp=2, pp=2), 2)
+    if case.rank == rank:
+        kept = tuple(copy for copy in case.plan.local if copy.destination.name != name)
+        assert len(kept) < len(case.plan.local)
+        case.plan = replace(case.plan, local=kept)
+    case.resharder().run()
+    return case.verify()
+
+
+@pytest.mark.timeout(240)
+def test_a_tile_dropped_from_the_plan_is_found(worlds):
+    for message in worlds(4).run(scenario_dropped_tile, 1, GATE_UP):
+        assert f"gate_proj.weight[(48, 96), (0, 64)]: replicas of rollout TP2 differ: {GATE_UP} on rank 1 against" in message
+
+
+def test_a_wrong_replica_among_1024_ranks_is_named(monkeypatch):
+    """Qwen3-30B-A3B, TP4 x PP2 x EP8 into TP8: made-up checksums that agree, and one of rank 777 that does not."""
+    hf = HFConfig.from_dict(json.loads((ROOT / "configs" / "models" / "qwen3_30b_a3b.json").read_text()))
+    layout, wrong = Layout(1024, 4, 2, ep=8), "decoder.layers.40.mlp.experts.local_experts.3.linear_fc1.weight"
+    sources = [weights.tile_map(hf, layout, rank) for rank in range(1024)]
+    destinations = [rollout.tile_map(hf, 8, rank % 8) for rank in range(1024)]
+
+    def checksums(kinds: Kinds, *_) -> torch.Tensor:
+        """Each tile's checksum is its number of elements: it adds up on both sides."""
+        sums = torch.zeros(1024, max(sum(map(len, tile_map.values())) for tile_map in kinds.maps), dtype=torch.int64)
+        for tile_map, ranks in zip(kinds.maps, kinds.ranks, strict=True):
+            values = [tile.numel for held in tile_map.values() for tile in held]
+            sums[list(ranks), : len(values)] = torch.tensor(values)
+            if 777 in ranks and wrong in tile_map:
+                names = [name for name, held in tile_map.items() for _ in held]
+                sums[777, names.index(wrong)] += 1
+        return sums
+
+    monkeypatch.setattr("hybridflow.resharding.verify._checksums", checksums)
+    tensors = {"any": torch.zeros(1)}
+    start = time.process_time()
+    with pytest.raises(ReshardingMismatch) as caught:
+        verify(sources, tensors, destinations, tensors)
+    assert time.process_time() - start < 10
+    # rank 777 is the second of its stage's EP ranks: its expert 3 is the model's expert 19
+    found = re.fullmatch(
+        r"model.layers.40.mlp.experts.19.gate_proj.weight\[.*\]: replicas of training differ: "
+        r".* on ranks (.*) against .* on rank 777",
+        str(caught.value),
+    )
+    assert found[1].split(", ") == [str(rank) for rank in range(513, 1024, 8) if rank != 777]
 
 
 def one(name: str, *rows: tuple[int, int]) -> dict[str, list[Tile]]:

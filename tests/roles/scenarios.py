@@ -7,7 +7,7 @@ from hybridflow.config.load import load
 from hybridflow.config.schema import Config
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reference import Reference
-from hybridflow.roles.rollout import Rollout
+from hybridflow.roles.rollout import Rollout, choose_layout
 from hybridflow.rollout.engine import Sampling
 from megatron_ext import weights
 
@@ -15,7 +15,7 @@ _kept: dict[str, object] = {}  # the engine between calls, as building one takes
 
 
 def _rollout(config: Config) -> Rollout:
-    kind = config.model_path("rollout"), config.roles.rollout.tp, config.roles.rollout.expert_parallel
+    kind = config.model_path("rollout"), choose_layout(config), config.roles.rollout.expert_parallel
     if _kept.get("kind") != kind:
         if "rollout" in _kept:
             _kept.pop("rollout").close()
@@ -30,7 +30,8 @@ def reshard_and_generate(
 ) -> list[dict]:
     """For each folder in turn, as if it were the next update: load it into the actor, reshard with verification, generate.
 
-    Returns per folder whether the resharding verified, and this rank's tokens.
+    Returns per folder whether the resharding verified, the bytes that this rank received and the least that it could receive
+    under any grouping of the ranks into engines, and this rank's tokens.
     """
     config = load(config_path, overrides)
     rollout = _rollout(config)
@@ -45,7 +46,9 @@ def reshard_and_generate(
         rollout.wake_kv_cache()
         generations = rollout.engine.generate(prompts, sampling, seed=0)
         rollout.sleep()
-        found.append({"verified": report["verified"], "tokens": [g.tokens for g in generations]})
+        least = rollout._transfers["actor"].plan.least_received_bytes[dist.get_rank()]
+        received = {"received": report["bytes_received"], "least": least}
+        found.append({"verified": report["verified"], "tokens": [g.tokens for g in generations], **received})
     return found
 
 

@@ -91,6 +91,7 @@ def test_three_updates_reach_the_engine(world, config, folders, expected, model,
     for result in results:
         assert [update["verified"] for update in result] == [True] * 3
         assert [update["tokens"] for update in result] == expected[model]
+        assert all(update["received"] == update["least"] for update in result)
 
 
 @pytest.mark.timeout(TIMEOUT + 60)

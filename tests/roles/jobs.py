@@ -1,0 +1,78 @@
+"""Whole jobs inside a test world: what `hybridflow train` runs, with roles that a test may tamper with."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybridflow.config.load import load
+from hybridflow.controller.torchrun import TorchrunTransport
+from hybridflow.controller.worker import Worker
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.registry import build_roles
+from hybridflow.roles.rollout import Rollout
+from hybridflow.train import drive
+from megatron_ext.memory import weights_are_away
+
+
+def train(config_path: str, overrides: list[str], stale: str = "", stale_from: int = 0) -> dict:
+    """Run the job on the ranks of this world.
+
+    Args:
+        stale: a parameter of the engine that resharding does not write any more ...
+        stale_from: ... from this one on (counted from 0, the one of the first evaluation).
+
+    Returns:
+        away: for each rollout, whether the actor's weights were away while the engine generated. On rank 0 also the metrics of
+        all steps, and what was printed.
+    """
+    config = load(config_path, overrides)
+    transport = TorchrunTransport()
+    roles = build_roles(config)
+    away = _watch(roles["rollout"], roles["actor"])
+    if stale:
+        _forget(roles["rollout"], stale, stale_from)
+    worker = Worker(dist.get_rank(), roles)
+    transport.attach(worker)
+    printed = io.StringIO()
+    if dist.get_rank() == 0:
+        with contextlib.redirect_stdout(printed):
+            drive(config, transport)
+        transport.close()
+    else:
+        transport.serve()
+    worker.close()
+    found = {"away": away}
+    if dist.get_rank() == 0:
+        metrics = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+        found |= {"steps": [json.loads(line) for line in metrics], "printed": printed.getvalue()}
+    return found
+
+
+def _watch(rollout: Rollout, actor: Actor) -> list[bool]:
+    found, generate = [], rollout.generate
+
+    def watched(*args, **kwargs):
+        found.append(weights_are_away(actor.parameters()))
+        return generate(*args, **kwargs)
+
+    rollout.generate = watched
+    return found
+
+
+def _forget(rollout: Rollout, name: str, first: int) -> None:
+    """From resharding number `first` on the parameter keeps what it was given before: what users see as fluent garbage."""
+    receive, kept, count = rollout.receive, {}, iter(range(1_000_000))
+
+    def forgetful(*args, **kwargs):
+        report = receive(*args, **kwargs)
+        parameter = rollout.parameters()[name]
+        if next(count) < first:
+            kept["value"] = parameter.clone()
+        else:
+            parameter.copy_(kept["value"])
+        return report
+
+    rollout.receive = forgetful
