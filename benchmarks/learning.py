@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 
 from benchmarks import record  # noqa: E402
 
-PHASES = ("wake", "reshard", "rollout", "sleep", "reward", "reference", "log_probs", "update")
+PHASES = ("release", "wake", "reshard", "rollout", "sleep", "restore", "reward", "reference", "log_probs", "update")
 MISMATCH = ("log_prob_abs_mean", "log_prob_abs_max", "kl")
 
 

@@ -92,6 +92,21 @@ def test_dry_run_starts_nothing(path, started, capfd):
     assert not started and not (path.parent / "run").exists()
 
 
+def test_dry_run_predicts_the_memory_of_a_gpu(path, started, monkeypatch, capfd):
+    arguments = ["train", "--config", str(path), "--dry-run", "cluster.device=cuda"]
+    monkeypatch.setattr("hybridflow.planner.memory.gpu_total", lambda: None)
+    assert cli.main(arguments) == 0
+    assert "on the fullest GPU (size unknown" in capfd.readouterr().out
+    monkeypatch.setattr("hybridflow.planner.memory.gpu_total", lambda: 100 << 30)
+    assert cli.main(arguments) == 0
+    assert "on the fullest GPU (100.0 GiB)" in capfd.readouterr().out
+    monkeypatch.setattr("hybridflow.planner.memory.gpu_total", lambda: 1 << 20)
+    assert cli.main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("hybridflow: error: out of memory at ") and err.count("\n") == 1
+    assert "dry run" not in out and not started
+
+
 def test_under_torchrun_rank_0_speaks(path, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")

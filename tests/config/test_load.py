@@ -94,6 +94,11 @@ def test_save_and_load_again(path, tmp_path):
         ("roles.actor.optimizer.lrr=1", "unknown key roles.actor.optimizer.lrr: did you mean roles.actor.optimizer.lr?"),
         ("lr=1", "unknown key lr: did you mean roles.actor.optimizer.lr?"),
         ("batch.xyz=1", "unknown key batch.xyz: batch has prompts, samples_per_prompt, mini_batches"),
+        (
+            "roles.reference={release_weights: always}",
+            "unknown key roles.reference.release_weights: it has no optimizer to rebuild weights from:"
+            " use roles.reference.offload=[params]",
+        ),
         ("roles.critic.tp=1", "unknown key roles.critic: this version has no algorithm with a critic"),
         ("run.steps=${batch.nope}", "run.steps: Interpolation key 'batch.nope' not found"),
         ("steps", "override 'steps' is not of the form key=value, such as run.steps=10"),

@@ -144,7 +144,7 @@ def load_into_a_model_with_an_optimizer(layout: Layout) -> dict:
     memory = TrainingMemory(role.wrapped)
     with role.state.current():
         optimizer = Optimizer(role.wrapped, SETTINGS, torch.bfloat16)
-        fill(role.chunks, hf_model(seed=1).state_dict(), role.hf, layout, role.state.coordinates.tp)
+        fill(role.chunks, hf_model(seed=1).state_dict(), role.hf, layout, torch.distributed.get_rank())
         loaded = _snapshot(role)
         try:
             memory.drop_weights(optimizer)
