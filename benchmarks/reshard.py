@@ -138,8 +138,7 @@ def join_world() -> None:
     """As the trainer does, without its imports: no Megatron is needed here."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    on_gpu = {"device_id": device.current()} if torch.cuda.is_available() else {}
-    dist.init_process_group(device.backend(), **on_gpu)
+    dist.init_process_group(device.backend(), **device.world_arguments())
 
 
 def release_memory() -> None:

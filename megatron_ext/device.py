@@ -7,8 +7,10 @@ The shim has two parts, and both only touch calls that could do nothing but rais
 
 import contextlib
 import os
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -22,6 +24,17 @@ _installed = False
 def backend() -> str:
     """The torch.distributed backend that fits the device."""
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def world_arguments() -> dict[str, Any]:
+    """Arguments of init_process_group for the default group, once this process has chosen its device.
+
+    NCCL's kernels are few blocks; at the same priority they would start only when the copies that a resharding has queued
+    beside them are done, and the wire would idle.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    return {"device_id": current(), "pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
 
 
 def current() -> torch.device:

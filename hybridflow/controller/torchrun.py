@@ -30,13 +30,13 @@ _CONTROL_TIMEOUT = datetime.timedelta(days=30)
 def init_world(timeout_minutes: float = 10) -> None:
     """Join the default process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU."""
     device.install()
-    kwargs = {}
     if device.backend() == "nccl":
         # srun may show each rank its own GPU only, which is number 0 then
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        kwargs["device_id"] = device.current()
     with waiting(f"the other ranks of the world of {os.environ['WORLD_SIZE']} to join"):
-        dist.init_process_group(device.backend(), timeout=datetime.timedelta(minutes=timeout_minutes), **kwargs)
+        dist.init_process_group(
+            device.backend(), timeout=datetime.timedelta(minutes=timeout_minutes), **device.world_arguments()
+        )
 
 
 class TorchrunTransport:

@@ -1,11 +1,12 @@
 """Carries out a plan: packs what goes to a peer into few large messages, and copies locally what a rank has itself.
 
-Every message is cut into buckets of one size that all ranks derive from the plan; round k sends the k-th bucket of every
-message. While a round is on the wire, the next one is packed, a share of the local copies is made and the one before is
-unpacked. On CUDA everything is queued on streams: no host synchronisation.
+What is large and contiguous on both sides goes from parameter to parameter; the rest of a message is packed and cut into
+buckets of one size that all ranks derive from the plan. Round k sends the k-th bucket of every message and a share of what
+needs no packing. While a round is on the wire, the next one is packed, a share of the local copies is made and the one before
+is unpacked. On CUDA everything is queued on streams: no host synchronisation.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,13 +20,17 @@ from megatron_ext.tiles import Slices, as_index
 
 ALIGNMENT = 256  # bytes: pieces start at multiples of it in a message, so that copies can use wide loads
 TABLES = 1 / 64  # of the budget, for the tables of the copy kernel
+# A message is cut into so many buckets even where fewer would fit the budget, unless they get too small for a fast wire: what
+# comes before the first and after the last round overlaps with nothing.
+ROUNDS, SMALLEST_BUCKET = 8, 32 << 20
+UNPACKED_PER_ROUND = 512 << 20  # bytes of a message that go unpacked in one round, about
 
 
 class Resharder:
     """Moves `source` into `destination`, in place, as often as `run` is called.
 
-    Collective over `group` at construction and at `run`. Views and buffers are kept between runs; they are made again when
-    a tensor's storage has moved. `release` frees the buffers.
+    Collective over `group` at construction and at `run`. Views and buffers are kept between runs. The memory under a tensor
+    may move (a storage that is resized to nothing and back), as long as the tensors stay. `release` frees the buffers.
 
     Args:
         plan: this rank's part.
@@ -50,13 +55,14 @@ class Resharder:
         if self._dtype.itemsize != plan.itemsize:
             raise ValueError(f"the plan was made for elements of {plan.itemsize} bytes, the destination has {self._dtype}")
         _check(plan, source, destination)
-        self._sets, self._capacity = _bucket_elements(plan, bucket_bytes)
+        self._capacity = _bucket_elements(plan, bucket_bytes)
         self._tensors = [source[name] for name in sorted({p.name for p in _sources(plan)})]
         self._tensors += [destination[name] for name in sorted({p.name for p in _destinations(plan)})]
         parameters = [*destination.values(), *source.values()]
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._addresses: list[int] = []
         self._rounds: list[_Round] = []
+        self._buffers: list[Tensor] = []
         if plan.max_peers and self._device.type == "cuda":
             # NCCL builds a group's communicator when all its ranks first call in; not all have a message in a round
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
@@ -65,8 +71,12 @@ class Resharder:
     def run(self) -> None:
         """Move everything once. On CUDA it returns when the work is queued on the current stream."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
-        if addresses != self._addresses:
-            self._rounds, self._addresses = self._prepare(), addresses
+        if not self._rounds:
+            self._rounds = self._prepare()
+        elif addresses != self._addresses:
+            for step in self._rounds:
+                step.refresh()
+        self._addresses = addresses
         before: tuple[_Round, list[dist.Work]] | None = None
         for step in self._rounds:
             step.pack.run()
@@ -80,75 +90,102 @@ class Resharder:
 
     def buffer_bytes(self) -> int:
         """Memory that this rank's messages, sent and received, and the copies' tables take at present: within the budget."""
-        storages = (message.untyped_storage() for step in self._rounds for _, message, _ in step.messages)
-        messages = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        return messages + sum(copies.table_bytes() for step in self._rounds for copies in (step.pack, step.unpack, step.local))
+        messages = sum(buffer.nbytes for buffer in self._buffers)
+        return messages + sum(copies.table_bytes() for step in self._rounds for copies in step.copies)
 
     def release(self) -> None:
         """Free the buffers; the next run makes them again."""
-        self._rounds, self._addresses = [], []
+        self._rounds, self._addresses, self._buffers = [], [], []
 
     def _prepare(self) -> list["_Round"]:
-        sends = {peer: self._cut(pieces) for peer, pieces in self.plan.sends.items()}
-        receives = {peer: self._cut(pieces) for peer, pieces in self.plan.receives.items()}
-        count = max((len(buckets) for buckets in [*sends.values(), *receives.values()]), default=1)
+        me = self.plan.rank
+        sends = {peer: self._cut(pieces, (me, peer)) for peer, pieces in self.plan.sends.items()}
+        receives = {peer: self._cut(pieces, (peer, me)) for peer, pieces in self.plan.receives.items()}
+        count = max((len(parts) for parts in [*sends.values(), *receives.values()]), default=1)
         rounds = [_Round() for _ in range(count)]
         for messages, tensors, outgoing in ((sends, self._source, True), (receives, self._destination, False)):
-            for peer, buckets in messages.items():
-                size = max(bucket.numel for bucket in buckets)
-                sets = min(self._sets, len(buckets))
+            for peer, parts in messages.items():
+                size = max(part.numel for part in parts)
+                sets = min(2, len(parts))
                 buffers = torch.empty(sets, size, dtype=self._dtype, device=self._device)
-                for number, bucket in enumerate(buckets):
-                    message = buffers[number % sets, : bucket.numel]
-                    rounds[number].add(peer, message, bucket, tensors, outgoing)
+                self._buffers.append(buffers)
+                for number, part in enumerate(parts):
+                    rounds[number].add(peer, buffers[number % sets, : part.numel], part, tensors, outgoing)
         for number, copies in enumerate(_shares(self.plan.local, count)):
             for copy in copies:
                 target = self._destination[copy.destination.name][as_index(copy.destination.slices)]
                 rounds[number].local.add(target, self._source[copy.source.name][as_index(copy.source.slices)])
         return rounds
 
-    def _cut(self, pieces: Sequence[Piece]) -> list["_Bucket"]:
-        """Both ends cut the same shapes in the same order, so that they agree on every bucket."""
+    def _cut(self, pieces: Sequence[Piece], pair: tuple[int, int]) -> list["_Part"]:
+        """Both ends cut the same shapes in the same order, so that they agree on every part."""
+        unpacked = self.plan.unpacked.get(pair, frozenset())
+        parts = self._pack(piece for index, piece in enumerate(pieces) if index not in unpacked)
+        whole = [pieces[index] for index in sorted(unpacked)]
+        total = self.plan.itemsize * sum(piece.numel for piece in whole)
+        count = max(len(parts), -(-total // UNPACKED_PER_ROUND))
+        parts += [_Part() for _ in range(count - len(parts))]
+        for part, share in zip(parts, _shares(whole, count), strict=True):
+            part.unpacked = share
+        return parts
+
+    def _pack(self, pieces: Iterable[Piece]) -> list["_Part"]:
         step = max(1, ALIGNMENT // self.plan.itemsize)
-        buckets = [_Bucket()]
+        parts = [_Part()]
         for piece in pieces:
-            at = -(-buckets[-1].numel // step) * step
+            at = -(-parts[-1].numel // step) * step
             for block, fresh in split(piece.shape, max(0, self._capacity - at), self._capacity):
                 if fresh:
-                    buckets.append(_Bucket())
+                    parts.append(_Part())
                     at = 0
                 starts = [start for start, _ in piece.slices]
                 moved = tuple((a + s, b + s) for (a, b), s in zip(block, starts, strict=True))
-                buckets[-1].blocks.append((at, Piece(piece.name, moved)))
+                parts[-1].blocks.append((at, Piece(piece.name, moved)))
                 at += volume(block)
-                buckets[-1].numel = at
-        return buckets
+                parts[-1].numel = at
+        return parts
 
 
 @dataclass
-class _Bucket:
-    """A part of a message: where each block begins in it (in elements), and its length."""
+class _Part:
+    """What a round moves between two ranks: a bucket (where each block begins in it, in elements, and its length), and pieces
+    that need none."""
 
     blocks: list[tuple[int, Piece]] = field(default_factory=list)
     numel: int = 0
+    unpacked: list[Piece] = field(default_factory=list)
 
 
 class _Round:
-    """One bucket to and from every peer that has one left, and a share of the local copies."""
+    """One part to and from every peer that has one left, and a share of the local copies."""
 
     def __init__(self):
         self.pack, self.unpack, self.local = Copies(), Copies(), Copies()
         self.messages: list[tuple[bool, Tensor, int]] = []  # outgoing, message, peer (of the group)
 
-    def add(self, peer: int, message: Tensor, bucket: _Bucket, tensors: Mapping[str, Tensor], outgoing: bool) -> None:
-        self.messages.append((outgoing, message, peer))
-        for start, piece in bucket.blocks:
-            packed = message[start : start + volume(piece.slices)].view(piece.shape)
+    @property
+    def copies(self) -> tuple[Copies, Copies, Copies]:
+        return self.pack, self.unpack, self.local
+
+    def add(self, peer: int, message: Tensor, part: _Part, tensors: Mapping[str, Tensor], outgoing: bool) -> None:
+        if part.blocks:
+            self.messages.append((outgoing, message, peer))
+        for start, piece in part.blocks:
+            packed = message[start : start + piece.numel].view(piece.shape)
             view = tensors[piece.name][as_index(piece.slices)]
             if outgoing:
                 self.pack.add(packed, view)
             else:
                 self.unpack.add(view, packed)
+        for piece in part.unpacked:
+            view = tensors[piece.name][as_index(piece.slices)]
+            if not view.is_contiguous() or view.dtype != message.dtype:
+                raise ValueError(f"{piece.name}{list(piece.slices)} of {view.dtype} cannot be sent or received as it is")
+            self.messages.append((outgoing, view, peer))
+
+    def refresh(self) -> None:
+        for copies in self.copies:
+            copies.refresh()
 
     def start(self, group: dist.ProcessGroup | None) -> list[dist.Work]:
         operations = [
@@ -174,17 +211,17 @@ def _shares(copies: Sequence, count: int) -> Iterator[list]:
     yield from shares
 
 
-def _bucket_elements(plan: Plan, bucket_bytes: int) -> tuple[int, int]:
-    """Sets of buffers (two overlap packing with the wire) and elements of a bucket: the same on all ranks."""
+def _bucket_elements(plan: Plan, bucket_bytes: int) -> int:
+    """Elements of a bucket, the same on all ranks: two sets of them, so that packing and unpacking overlap with the wire."""
     step = max(1, ALIGNMENT // plan.itemsize)
     peers = max(1, plan.max_peers)
-    longest = plan.max_message_bytes + plan.max_message_pieces * ALIGNMENT
-    sets = 1 if longest * peers <= bucket_bytes * (1 - TABLES) else 2
-    capacity = int(bucket_bytes * (1 - TABLES)) // (sets * peers * plan.itemsize) // step * step
+    room = int(bucket_bytes * (1 - TABLES)) // (2 * peers)
+    wanted = max(SMALLEST_BUCKET, plan.max_message_bytes // ROUNDS)
+    capacity = min(room, wanted) // plan.itemsize // step * step
     if not capacity:
         least = int(2 * peers * ALIGNMENT / (1 - TABLES)) + 1
         raise ValueError(f"bucket_bytes={bucket_bytes} is too small for {peers} messages at a time: use at least {least}")
-    return sets, capacity
+    return capacity
 
 
 def _common_dtype(destination: Mapping[str, Tensor], dtype: torch.dtype | None) -> torch.dtype:

@@ -17,7 +17,9 @@ from hybridflow.resharding.grouping import best_grouping
 from hybridflow.resharding.kinds import Kinds
 from hybridflow.resharding.rectangles import volume
 from hybridflow.resharding.senders import Request, choose_senders
-from megatron_ext.tiles import Slices, Tile, TileMap, intersect, to_local
+from megatron_ext.tiles import Slices, Tile, TileMap, intersect, local_extent, to_local
+
+UNPACKED_FROM = 4 << 20  # bytes: smaller messages are slower on the wire than packing them is
 
 
 class Piece(NamedTuple):
@@ -49,6 +51,8 @@ class Plan:
     """One rank's part, and the sizes that all ranks share (per-rank tuples are in rank order).
 
     The pieces sent to a peer and those that the peer receives are in the same order and of the same shapes.
+    `unpacked[source, destination]`: which of them, by index, are large and contiguous on both sides, so that they can go from
+    parameter to parameter as they are.
     """
 
     rank: int
@@ -56,13 +60,13 @@ class Plan:
     local: tuple[Copy, ...]
     sends: dict[int, tuple[Piece, ...]]
     receives: dict[int, tuple[Piece, ...]]
+    unpacked: dict[tuple[int, int], frozenset[int]]
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
     local_bytes: tuple[int, ...]
     least_received_bytes: tuple[int, ...]  # with the ranks of each node grouped into engines so that least moves
     max_peers: int  # messages that a rank has in flight at a time, at most (sent and received)
     max_message_bytes: int  # between two ranks, over all pairs
-    max_message_pieces: int  # rectangles in one message before merging, over all pairs
 
     def bound_seconds(self, wire_bandwidth: float, memory_bandwidth: float) -> float:
         """The least possible time at these bandwidths (bytes/s; memory: read plus written), under the best grouping.
@@ -84,7 +88,12 @@ class Plan:
 
 
 def make_plan(
-    rank: int, sources: Sequence[TileMap], destinations: Sequence[TileMap], itemsize: int, ranks_per_node: int
+    rank: int,
+    sources: Sequence[TileMap],
+    destinations: Sequence[TileMap],
+    itemsize: int,
+    ranks_per_node: int,
+    unpacked_from: int | None = UNPACKED_FROM,
 ) -> Plan:
     """The part of `rank` in moving the tiles of `sources` to those of `destinations` (a map per rank each; may be empty).
 
@@ -92,6 +101,8 @@ def make_plan(
 
     Args:
         itemsize: bytes of a destination element; sources are cast before they are sent.
+        unpacked_from: pieces of at least so many bytes are sent without packing where both sides are contiguous; None: none,
+            as when sources have another dtype than destinations.
 
     Raises:
         IncompleteSource: a destination's tile is on no rank.
@@ -113,13 +124,17 @@ def make_plan(
         local=tuple(mine.get((rank, rank), ())),
         sends={r: tuple(copy.source for copy in mine[rank, r]) for r in ranks if r != rank and (rank, r) in mine},
         receives={r: tuple(copy.destination for copy in mine[r, rank]) for r in ranks if r != rank and (r, rank) in mine},
+        unpacked={
+            (a, b): _unpacked(copies, sources[a], destinations[b], unpacked_from, itemsize)
+            for (a, b), copies in mine.items()
+            if a != b and unpacked_from is not None
+        },
         sent_bytes=sent,
         received_bytes=received,
         local_bytes=tuple(sizes.get((r, r), 0) for r in ranks),
         least_received_bytes=tuple(n * itemsize for n in best_grouping(cover, ranks_per_node).received),
         max_peers=max(messages),
         max_message_bytes=max(wire.values(), default=0),
-        max_message_pieces=max((sum(span.count() for span in pairs[pair]) for pair in wire), default=0),
     )
 
 
@@ -141,9 +156,6 @@ class _Span(NamedTuple):
     bundle: Bundle
     start: int
     stop: int
-
-    def count(self) -> int:
-        return self.bundle.count(self.start, self.stop)
 
 
 def _by_pair(cover: Cover, ranks_per_node: int) -> dict[tuple[int, int], list[_Span]]:
@@ -206,6 +218,25 @@ class _Expansion:
                     by_tensor[tile.hf_name].append((name, tile))
             self._held[kind] = by_tensor
         return self._held[kind]
+
+
+def _unpacked(copies: Sequence[Copy], source: TileMap, destination: TileMap, least: int, itemsize: int) -> frozenset[int]:
+    ends = _whole_rows(source), _whole_rows(destination)
+    return frozenset(
+        index
+        for index, copy in enumerate(copies)
+        if copy.numel * itemsize >= least and all(whole(piece) for whole, piece in zip(ends, copy, strict=True))
+    )
+
+
+def _whole_rows(tiles: TileMap) -> Callable[[Piece], bool]:
+    """Whether a piece is whole rows of its parameter. (Only rows are ever padded, so that tiles show how long a row is.)"""
+
+    @functools.cache
+    def row(name: str) -> tuple[int, ...]:
+        return local_extent(tiles[name])[1:]
+
+    return lambda piece: piece.shape[1:] == row(piece.name)
 
 
 # ------------------------------------------------------------------------------------------------------------------- merge

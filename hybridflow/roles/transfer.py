@@ -44,6 +44,7 @@ class WeightTransfer:
             *self._tiles,
             itemsize=next(iter(self._destination.values())).element_size(),
             ranks_per_node=config.cluster.ranks_per_node,
+            **({} if config.dtype(source.name) == config.dtype(destination.name) else {"unpacked_from": None}),
         )
         self._resharder = Resharder(self.plan, self._source, self._destination, config.resharding.bucket_mb << 20)
         if dist.get_rank() == 0:

@@ -95,6 +95,7 @@ def test_a_rank_on_gpus_takes_its_own(monkeypatch):
     monkeypatch.setattr(torchrun.device, "install", lambda: None)
     monkeypatch.setattr(torchrun.device, "backend", lambda: "nccl")
     monkeypatch.setattr(torchrun.device, "current", lambda: torch.device("cuda", current[0]))
+    monkeypatch.setattr(torchrun.device, "world_arguments", lambda: {"device_id": torchrun.device.current()})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: joined.update(kwargs, backend=backend))

@@ -85,13 +85,24 @@ def random_model(fields: dict, seed: int) -> dict[str, Tensor]:
 class Case:
     """One training layout, one rollout TP and a random model, as this rank sees them."""
 
-    def __init__(self, fields: dict, layout: Layout, rollout_tp: int, dtype: torch.dtype = torch.float32, nodes: int = 1):
+    def __init__(
+        self,
+        fields: dict,
+        layout: Layout,
+        rollout_tp: int,
+        dtype: torch.dtype = torch.float32,
+        nodes: int = 1,
+        unpacked_from: int | None = None,
+    ):
         self.rank, ranks = dist.get_rank(), range(layout.world_size)
         self.fields, self.layout, self.rollout_tp, self.dtype = fields, layout, rollout_tp, dtype
         hf = HFConfig.from_dict(fields)
         self.source_tiles = [weights.tile_map(hf, layout, r) for r in ranks]
         self.destination_tiles = [rollout.tile_map(hf, rollout_tp, r % rollout_tp) for r in ranks]
-        self.plan = make_plan(self.rank, self.source_tiles, self.destination_tiles, dtype.itemsize, layout.world_size // nodes)
+        ranks_per_node = layout.world_size // nodes
+        self.plan = make_plan(
+            self.rank, self.source_tiles, self.destination_tiles, dtype.itemsize, ranks_per_node, unpacked_from
+        )
         self.fill(seed=0)
         self.destination = {name: torch.full_like(tensor, -1.0) for name, tensor in self.expected.items()}
 

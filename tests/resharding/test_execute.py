@@ -24,7 +24,7 @@ def scenario_exact(fields: dict, rollout_tp: int) -> list[str]:
     """Every layout, three updates in a row through one resharder; returns what is wrong."""
     problems = []
     for layout in LAYOUTS:
-        case = Case(fields, layout, rollout_tp, nodes=2 if layout.pp == 4 else 1)
+        case = Case(fields, layout, rollout_tp, nodes=2 if layout.pp == 4 else 1, unpacked_from=1024)
         resharder = case.resharder()
         for update in range(3):
             case.fill(seed=update)
@@ -97,6 +97,33 @@ def scenario_moved_storage() -> list[str]:
 
 def test_moved_storage(worlds):
     assert worlds(4).run(scenario_moved_storage) == [[]] * 4
+
+
+def scenario_storage_that_goes_and_comes_back() -> tuple[list[str], int, int]:
+    """As training's weights do that are released during the rollout: same tensors, memory elsewhere; the buffers stay."""
+    case = Case(FIELDS["qwen2 tied"], Layout(4, tp=2, pp=2), 4, unpacked_from=1024)
+    unpacked = sum(map(len, case.plan.unpacked.values()))
+    resharder = case.resharder()
+    resharder.run()
+    buffers, kept = [buffer.data_ptr() for buffer in resharder._buffers], []
+    for name, tensor in case.source.items():
+        values, storage = tensor + 1, tensor.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        kept.append(torch.zeros(size, dtype=torch.uint8))  # takes the place that became free
+        storage.resize_(size)
+        case.source[name].copy_(values)
+    resharder.run()
+    assert buffers == [buffer.data_ptr() for buffer in resharder._buffers]
+    wrong = [
+        name for name, t in case.expected.items() if not torch.equal(case.destination[name], torch.where(t == -1, t, t + 1))
+    ]
+    return wrong, unpacked, len(resharder._rounds)
+
+
+def test_storage_that_goes_and_comes_back(worlds):
+    results = worlds(4).run(scenario_storage_that_goes_and_comes_back)
+    assert [wrong for wrong, _, _ in results] == [[]] * 4 and all(unpacked for _, unpacked, _ in results)
 
 
 def scenario_subgroup() -> list[float]:

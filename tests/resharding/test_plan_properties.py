@@ -30,6 +30,7 @@ from tests import hf_models
 from tests.resharding.shards import training_shard, vllm_shard
 
 ITEMSIZE = 2
+UNPACKED_FROM = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class World:
         hf, ranks = HFConfig.from_dict(self.fields), range(self.layout.world_size)
         sources = [weights.tile_map(hf, self.layout, r) for r in ranks]
         destinations = [rollout.tile_map(hf, self.rollout_tp, r % self.rollout_tp, self.expert_parallel) for r in ranks]
-        return [make_plan(r, sources, destinations, ITEMSIZE, self.ranks_per_node) for r in ranks]
+        return [make_plan(r, sources, destinations, ITEMSIZE, self.ranks_per_node, UNPACKED_FROM) for r in ranks]
 
     def shards(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
         """What the ranks hold in training and in the rollout: numbers from 1; padding is 0 or -1."""
@@ -139,6 +140,21 @@ def check_every_element_once(plans: list[Plan], training: list[dict[str, Tensor]
         assert set(plan.sends) == {other.rank for other in plans if rank in other.receives}
 
 
+def check_unpacked(plans: list[Plan], training: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    """Both ends agree on what goes unpacked: what is contiguous in both parameters and not too small."""
+    for plan in plans:
+        for peer, pieces in plan.receives.items():
+            pair = peer, plan.rank
+            assert plans[peer].unpacked[pair] == plan.unpacked[pair]
+            for index, (sent, piece) in enumerate(zip(plans[peer].sends[plan.rank], pieces, strict=True)):
+                ends = (training[peer][sent.name], sent), (expected[plan.rank][piece.name], piece)
+                large = ITEMSIZE * piece.numel >= UNPACKED_FROM
+                whole_rows = all(piece.shape[1:] == tensor.shape[1:] for tensor, piece in ends)
+                assert (index in plan.unpacked[pair]) == (large and whole_rows)
+                if index in plan.unpacked[pair]:
+                    assert all(tensor.contiguous()[as_index(piece.slices)].is_contiguous() for tensor, piece in ends)
+
+
 def check_sizes(plans: list[Plan]) -> None:
     """What the plans say of all ranks is what is in them."""
     sent = [ITEMSIZE * sum(piece.numel for pieces in plan.sends.values() for piece in pieces) for plan in plans]
@@ -150,7 +166,6 @@ def check_sizes(plans: list[Plan]) -> None:
         assert plan.max_peers == max(len(p.sends) + len(p.receives) for p in plans)
         largest = max((sum(piece.numel for piece in pieces) for pieces in messages), default=0)
         assert plan.max_message_bytes == ITEMSIZE * largest
-        assert plan.max_message_pieces >= max(map(len, messages), default=0)
 
 
 def least_of_the_busiest(world: World, training: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> float:
@@ -200,6 +215,7 @@ def test_random_models_and_layouts(world: World):
     plans, (training, expected) = world.plans(), world.shards()
     check_every_element_once(plans, training, expected)
     check_sizes(plans)
+    check_unpacked(plans, training, expected)
     least = [ITEMSIZE * len(missing(needed, held)) for needed, held in zip(expected, training, strict=True)]
     assert list(plans[0].received_bytes) == least
     assert sum(plans[0].least_received_bytes) == ITEMSIZE * least_over_groupings(world, training, expected)
