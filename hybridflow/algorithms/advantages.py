@@ -29,5 +29,24 @@ def group_advantages(rewards: Tensor, groups: Tensor, normalize: bool, epsilon: 
     return deviations.float()
 
 
+def baseline_advantages(rewards: Tensor, baseline: Tensor, prompt_index: Tensor) -> Tensor:
+    """ReMax's advantages (Li et al. 2023, eq. 5): each reward less that of the greedy answer to the same prompt.
+
+    Args:
+        rewards: float [N].
+        baseline: float [P], of the greedy answers.
+        prompt_index: int64 [N]: the prompt that each sample answers.
+
+    Returns:
+        float32 [N].
+    """
+    if rewards.shape != prompt_index.shape or baseline.dim() != 1:
+        raise ValueError(
+            f"rewards {list(rewards.shape)} and prompt_index {list(prompt_index.shape)} must be of one length, baseline"
+            f" {list(baseline.shape)} a vector"
+        )
+    return (rewards - baseline[prompt_index]).float()
+
+
 def _group_sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     return torch.zeros_like(sizes).index_add_(0, group, values)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridflow.algorithms.grpo import GRPO
+from hybridflow.algorithms.remax import ReMax
 from hybridflow.algorithms.run import Run
 from hybridflow.algorithms.sft import warm_start
 from hybridflow.data.problems import Problem
@@ -19,7 +20,7 @@ class Algorithm(Protocol):
         """One step; it measures itself into `run.metrics` through the verbs."""
 
 
-ALGORITHMS = {"grpo": GRPO}
+ALGORITHMS = {"grpo": GRPO, "remax": ReMax}
 
 
 def train(run: Run, algorithm: Algorithm) -> None:

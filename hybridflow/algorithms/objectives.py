@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses import Loss, PolicyLoss, estimate_kl, likelihood_loss
+from hybridflow.config.schema import AlgorithmConfig
 from megatron_ext.step import MicroBatch
 
 
@@ -35,6 +36,19 @@ class PolicyObjective:
             fields.get("reference_log_probs"),
         )
         return total, count, sums | mismatch_sums(own, fields["rollout_log_probs"], mask)
+
+
+def policy_objective(settings: AlgorithmConfig) -> PolicyObjective:
+    """As the config says; a KL penalty that is in the reward is not in the loss as well."""
+    return PolicyObjective(
+        PolicyLoss(
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            level=settings.loss_level,
+            kl_coefficient=settings.kl_coefficient if settings.kl_in == "loss" else 0.0,
+            kl_estimator=settings.kl_estimator,
+        )
+    )
 
 
 @dataclass(frozen=True)

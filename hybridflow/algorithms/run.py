@@ -1,7 +1,9 @@
 """A run as an algorithm sees it: verbs over roles, data and rewards. Each verb measures itself into the step's metrics."""
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -80,22 +82,30 @@ class Run:
 
     # --- rollout
 
-    def generate(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
-        """Hand the actor's weights to the rollout, sample, and give the memory back to training.
-
-        Returns tokens, loss_mask, rollout_log_probs, truncated, and prompt_index: the position in `problems`.
-        """
-        config = self.config
-        index = torch.arange(len(problems)).repeat_interleave(samples_per_prompt)
-        prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
-        seed = config.run.seed * 1_000_003 + self.step_index
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Hand the actor's weights to the rollout, sample within, and give the memory back to training."""
         self._wake()
-        with self.recorder.phase("rollout"):
-            samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
+        yield
         with self.recorder.phase("sleep"):
             self.rollout.sleep().result()
         with self.recorder.phase("restore"):
             self.actor.restore().result()
+
+    def generate(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
+        """`sample` in a rollout of its own."""
+        with self.awake():
+            return self.sample(problems, samples_per_prompt, greedy)
+
+    def sample(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
+        """Responses of the awake rollout: tokens, loss_mask, rollout_log_probs, truncated, and prompt_index: the position in
+        `problems`."""
+        config = self.config
+        index = torch.arange(len(problems)).repeat_interleave(samples_per_prompt)
+        prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
+        seed = config.run.seed * 1_000_003 + self.step_index
+        with self.recorder.phase("rollout"):
+            samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
         samples = samples.with_fields(prompt_index=index)
         if not greedy:
             self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
@@ -142,6 +152,13 @@ class Run:
         self.recorder.samples(self._rows("train", problems, samples, responses, rewards))
         return samples.with_fields(rewards=rewards)
 
+    def score_baseline(self, problems: list[Problem], samples: Batch) -> Tensor:
+        """Rewards [N] of responses that the samples are compared with; nothing is trained on them."""
+        with self.recorder.phase("reward"):
+            rewards, _ = self._score(problems, samples)
+        self.metrics["reward/baseline_mean"] = rewards.mean().item()
+        return rewards
+
     def _score(self, problems: list[Problem], samples: Batch) -> tuple[Tensor, list[str]]:
         """Rewards [N] float32 and the responses as text. Where the scorer fails or is too slow the reward is 0, and counted."""
         rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
@@ -149,7 +166,8 @@ class Run:
         asked = [problems[i] for i in samples["prompt_index"].tolist()]
         pairs = zip(asked, responses, strict=True)
         scores = self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs])
-        self.metrics["reward/failed"], self.metrics["reward/timed_out"] = scores.failed, scores.timed_out
+        for name, count in (("reward/failed", scores.failed), ("reward/timed_out", scores.timed_out)):
+            self.metrics[name] = self.metrics.get(name, 0) + count
         if scores.first_failure:
             self.recorder.line(f"warning: {scores.failed + scores.timed_out} rewards are 0: {scores.first_failure}")
         return torch.tensor(scores.rewards, dtype=torch.float32), responses
@@ -238,6 +256,18 @@ class Run:
         chosen = optimizer or self.config.roles.actor.optimizer
         settings = dataclasses.asdict(chosen) | {"betas": tuple(chosen.betas)}
         self.actor.start_training(OptimizerSettings(**settings)).result()
+
+    def start_policy_training(self) -> None:
+        """The reference, where there is one, becomes a copy of the policy as it is now; the optimizer is a fresh one."""
+        if self.reference is not None:
+            self.reference.copy_from("actor").result()
+        self.start_training()
+
+    def improve(self, samples: Batch, objective: object) -> None:
+        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches."""
+        for _ in range(self.config.algorithm.epochs):
+            for mini_batch in self.mini_batches(samples):
+                self.update(mini_batch, objective)
 
     def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
         """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""

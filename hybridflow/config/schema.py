@@ -133,14 +133,14 @@ class RolesConfig:
 
 @dataclass
 class AlgorithmConfig:
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "remax"] = "grpo"
     epochs: int = 1  # passes over the samples of a step
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coefficient: float = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    normalize_advantages: bool = True  # divide a group's advantages by the standard deviation of its rewards
+    normalize_advantages: bool = True  # grpo: divide a group's advantages by the standard deviation of its rewards
     loss_level: Literal["token", "sequence"] = "token"
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"  # see Config.old_log_probs
 

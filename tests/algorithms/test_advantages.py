@@ -1,10 +1,10 @@
-"""GRPO's advantages against a loop in numpy."""
+"""Advantages against loops in numpy."""
 
 import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages import group_advantages
+from hybridflow.algorithms.advantages import baseline_advantages, group_advantages
 
 
 def reference(rewards, groups, normalize, epsilon):
@@ -48,3 +48,17 @@ def test_equal_rewards_and_single_samples_give_exact_zeros(normalize):
 def test_refuses_a_matrix_of_rewards():
     with pytest.raises(ValueError, match=r"rewards \[2, 2\] and groups \[4\]"):
         group_advantages(torch.zeros(2, 2), torch.zeros(4, dtype=torch.int64), True)
+
+
+def test_each_reward_less_that_of_the_greedy_answer():
+    generator = np.random.default_rng(0)
+    rewards, baseline = generator.random(12).astype(np.float32), generator.random(4).astype(np.float32)
+    prompts = generator.integers(0, 4, 12)
+    expected = [reward - baseline[prompt] for reward, prompt in zip(rewards, prompts, strict=True)]
+    found = baseline_advantages(*(torch.tensor(values) for values in (rewards, baseline, prompts)))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+
+
+def test_rewards_and_prompts_of_unequal_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"rewards \[3\] and prompt_index \[2\]"):
+        baseline_advantages(torch.zeros(3), torch.zeros(2), torch.zeros(2, dtype=torch.int64))
