@@ -12,8 +12,7 @@ from hybridflow.data.problems import Problem
 
 class GRPO:
     def __init__(self, run: Run):
-        self.run, self.settings = run, run.config.algorithm
-        self.objective = policy_objective(self.settings)
+        self.run, self.objective = run, policy_objective(run.config.algorithm)
 
     def prepare(self) -> None:
         self.run.start_policy_training()
@@ -21,8 +20,7 @@ class GRPO:
     def step(self, problems: list[Problem]) -> None:
         run = self.run
         samples = run.generate(problems, run.config.batch.samples_per_prompt)
-        samples = run.score(problems, samples)
-        samples = run.add_log_probs(samples)
-        rewards = run.rewards_less_kl(samples) if self.settings.kl_in == "reward" else samples["rewards"]
-        advantages = group_advantages(rewards, samples["prompt_index"], self.settings.normalize_advantages)
+        samples = run.add_log_probs(run.score(problems, samples))
+        normalize = run.config.algorithm.normalize_advantages
+        advantages = group_advantages(run.rewards_less_kl(samples), samples["prompt_index"], normalize)
         run.improve(samples.with_fields(advantages=per_token(advantages, samples)), self.objective)

@@ -6,18 +6,13 @@ which `batch.mini_batches: 1` and `algorithm.epochs: 1` are; further updates go 
 """
 
 from hybridflow.algorithms.advantages import baseline_advantages
-from hybridflow.algorithms.objectives import policy_objective
-from hybridflow.algorithms.run import Run, per_token
+from hybridflow.algorithms.grpo import GRPO
+from hybridflow.algorithms.run import per_token
 from hybridflow.data.problems import Problem
 
 
-class ReMax:
-    def __init__(self, run: Run):
-        self.run, self.settings = run, run.config.algorithm
-        self.objective = policy_objective(self.settings)
-
-    def prepare(self) -> None:
-        self.run.start_policy_training()
+class ReMax(GRPO):
+    """Prepares and improves the policy as GRPO does; what differs is the baseline."""
 
     def step(self, problems: list[Problem]) -> None:
         run = self.run
@@ -25,8 +20,6 @@ class ReMax:
             samples = run.sample(problems, run.config.batch.samples_per_prompt)
             greedy = run.sample(problems, 1, greedy=True)
         baseline = run.score_baseline(problems, greedy)
-        samples = run.score(problems, samples)
-        samples = run.add_log_probs(samples)
-        rewards = run.rewards_less_kl(samples) if self.settings.kl_in == "reward" else samples["rewards"]
-        advantages = baseline_advantages(rewards, baseline, samples["prompt_index"])
+        samples = run.add_log_probs(run.score(problems, samples))
+        advantages = baseline_advantages(run.rewards_less_kl(samples), baseline, samples["prompt_index"])
         run.improve(samples.with_fields(advantages=per_token(advantages, samples)), self.objective)

@@ -225,9 +225,9 @@ class Run:
         return samples
 
     def rewards_less_kl(self, samples: Batch) -> Tensor:
-        """Rewards [N] minus the KL penalty against the reference, for `algorithm.kl_in: reward`."""
+        """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference."""
         settings = self.config.algorithm
-        if not settings.kl_coefficient:
+        if settings.kl_in != "reward" or not settings.kl_coefficient:
             return samples["rewards"]
         policy = "log_probs" if "log_probs" in samples else "rollout_log_probs"
         return subtract_kl(
