@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from hybridflow.config.schema import Config, ConfigError, ReferenceConfig
@@ -67,7 +67,7 @@ def _merge_overrides(raw: DictConfig, overrides: list[str]) -> DictConfig:
             raise ConfigError(f"override {override!r} is not of the form key=value, such as run.steps=10")
         try:
             raw = OmegaConf.merge(raw, OmegaConf.from_dotlist([override]))
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list over a section
             raise ConfigError(f"override {override!r} cannot be read: {_one_line(error)}") from error
     return raw
 
@@ -82,12 +82,25 @@ def _refuse_unknown(node: Any, schema: type, path: str) -> None:
         if key not in hints:
             raise ConfigError(_unknown(full, str(key), path, list(hints)))
         section = _section(hints[key])
-        if section is None or OmegaConf.is_interpolation(node, key):
+        if OmegaConf.is_interpolation(node, key):
             continue
         value = node._get_node(key)
+        if section is None:
+            _refuse_other_kind(full, value, hints[key])
+            continue
         if value is not None and value._is_none():
             continue  # the type check that follows knows where null is allowed
         _refuse_unknown(node[key], section, full)
+
+
+def _refuse_other_kind(key: str, value: Any, hint: Any) -> None:
+    """What OmegaConf would end in a TypeError for, or take a number as true."""
+    wrong_list = isinstance(value, DictConfig) and not value._is_none() and get_origin(hint) is list
+    wrong_section = isinstance(value, ListConfig) and not value._is_none() and get_origin(hint) is dict
+    if wrong_list or wrong_section:
+        raise ConfigError(f"{key}={OmegaConf.to_container(value)} is not {_expected(hint)}")
+    if hint is bool and isinstance(value, Node) and type(value._value()) in (int, float):
+        raise ConfigError(f"{key}={value._value()!r} is not true or false")
 
 
 def _unknown(full: str, key: str, path: str, known: list[str]) -> str:

@@ -128,3 +128,19 @@ def test_refuses_files(tmp_path, text, message):
 def test_refuses_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.yaml does not exist$"):
         load(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("roles.actor.offload={params: true}", "roles.actor.offload={'params': True} is not a list of strings"),
+        ("roles.actor.optimizer.betas={a: 1}", "is not a list of numbers"),
+        ("roles.rollout.engine_args=[1]", "roles.rollout.engine_args"),
+        ("roles.rollout.sleep=3", "roles.rollout.sleep=3 is not true or false"),
+        ("roles.rollout.expert_parallel=2", "roles.rollout.expert_parallel=2 is not true or false"),
+    ],
+)
+def test_values_of_another_kind_are_one_line(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load("configs/quickstart.yaml", [override])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
