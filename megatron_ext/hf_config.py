@@ -6,6 +6,7 @@ Pure (json only): the preflight, the planner and the tile maps use it without im
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -14,6 +15,8 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
 }
+# A value model's folder: transformers' token classification with one label.
+_WITH_HEAD = {name.replace("ForCausalLM", "ForTokenClassification"): name for name in ARCHITECTURES}
 # What a layer's router and each expert's gate, up and down projection are called in the checkpoint.
 _MOE_NAMES = {
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
@@ -64,7 +67,11 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A decoder of the Llama, Qwen2 or Qwen3 family, or one whose every layer has experts (Qwen3-MoE, Mixtral)."""
+    """A decoder of the Llama, Qwen2 or Qwen3 family, or one whose every layer has experts (Qwen3-MoE, Mixtral).
+
+    `head`: what stands on the last layer. `lm`: the output layer over the vocabulary; `value`: one number per token, where a
+    folder of a language model lends all the rest (`head_stored` False: the head is a new one).
+    """
 
     family: str
     architecture: str
@@ -85,10 +92,17 @@ class HFConfig:
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # of one expert
     norm_topk_prob: bool = True  # the weights of the chosen experts add up to 1
+    head: Literal["lm", "value"] = "lm"
+    head_stored: bool = True  # the folder holds the head's weights
 
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def value_architecture(self) -> str:
+        """What transformers calls a model of this family with a value head."""
+        return self.architecture.replace("ForCausalLM", "ForTokenClassification")
 
     def router_name(self, layer: int) -> str:
         """The HF tensor [num_experts, hidden_size] that scores the experts; of a model with experts only."""
@@ -101,8 +115,8 @@ class HFConfig:
         return gate, up, down
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "HFConfig":
-        """Read `folder/config.json`.
+    def from_folder(cls, folder: str | Path, head: Literal["lm", "value"] = "lm") -> "HFConfig":
+        """Read `folder/config.json`, of a language model; with `head="value"` also of a value model.
 
         Raises:
             UnsupportedModel: the folder or file is missing, or a field's value isn't supported.
@@ -117,22 +131,18 @@ class HFConfig:
             raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
         if not isinstance(fields, dict):
             raise UnsupportedModel(f"{path} holds a {type(fields).__name__}: give the config.json of a model")
-        return cls.from_dict(fields, str(path))
+        return cls.from_dict(fields, str(path), head)
 
     @classmethod
-    def from_dict(cls, fields: dict, where: str = "config.json") -> "HFConfig":
-        architectures = fields.get("architectures") or ["(none)"]
-        if architectures[0] not in ARCHITECTURES:
-            raise UnsupportedModel(
-                f"{where}: architecture {architectures[0]} is not supported: use one of {', '.join(ARCHITECTURES)}"
-            )
-        family = ARCHITECTURES[architectures[0]]
+    def from_dict(cls, fields: dict, where: str = "config.json", head: Literal["lm", "value"] = "lm") -> "HFConfig":
+        architecture, head_stored = _architecture(fields, where, head)
+        family = ARCHITECTURES[architecture]
         _refuse(fields, where, family)
         try:
             heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
             return cls(
                 family=family,
-                architecture=architectures[0],
+                architecture=architecture,
                 hidden_size=hidden,
                 intermediate_size=fields["intermediate_size"],
                 num_layers=fields["num_hidden_layers"],
@@ -140,16 +150,32 @@ class HFConfig:
                 num_kv_heads=fields.get("num_key_value_heads") or heads,
                 head_dim=fields.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
                 vocab_size=fields["vocab_size"],
-                tied=bool(fields.get("tie_word_embeddings", False)),
+                tied=head == "lm" and bool(fields.get("tie_word_embeddings", False)),
                 rms_norm_eps=fields.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
                 rope_theta=_rope_theta(fields, where, 1e6 if family == "mixtral" else 1e4),
                 max_position_embeddings=fields.get("max_position_embeddings", _LONGEST.get(family, 32768)),
                 qkv_bias=family == "qwen2",
                 qk_norm=family in ("qwen3", "qwen3_moe"),
+                head=head,
+                head_stored=head_stored,
                 **_experts(fields, where, family),
             )
         except KeyError as error:
             raise UnsupportedModel(f"{where}: field {error.args[0]} is missing") from error
+
+
+def _architecture(fields: dict, where: str, head: str) -> tuple[str, bool]:
+    """The language model's architecture, and whether the folder has the weights of the head that is asked for."""
+    name = (fields.get("architectures") or ["(none)"])[0]
+    if name in ARCHITECTURES:
+        return name, head == "lm"
+    if name not in _WITH_HEAD or head == "lm":
+        usable = [*ARCHITECTURES, *(_WITH_HEAD if head == "value" else ())]
+        raise UnsupportedModel(f"{where}: architecture {name} is not supported: use one of {', '.join(usable)}")
+    labels = len(fields.get("id2label") or ("LABEL_0", "LABEL_1"))  # transformers' default
+    if labels != 1:
+        raise UnsupportedModel(f"{where}: {name} with {labels} labels is not a value model, which has 1 (id2label)")
+    return _WITH_HEAD[name], True
 
 
 def _experts(fields: dict, where: str, family: str) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Micro-batches through Megatron's own pipeline schedule, forward only or forward and backward.
 
 A micro-batch is one packed (THD) row. All micro-batches of a call are padded to one length, so that every transfer between
-stages has a known shape. The outputs are log-probs and entropies; a loss is a function of them.
+stages has a known shape. A policy's outputs are log-probs and entropies, a value model's are values; a loss is a function of
+them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,9 @@ class MicroBatch:
 
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
+ValueLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
+# (model, what its last stage returns, micro-batch) -> vectors [T], aligned with labels
+Outputs = Callable[[torch.nn.Module, Tensor, MicroBatch], tuple[Tensor, ...]]
 
 
 def pack(sequences: Sequence[Mapping[str, Tensor]], length: int, on: torch.device | None = None) -> MicroBatch:
@@ -119,16 +123,31 @@ def forward(
         On the last stage, for each sequence in order, `log_probs` and `entropy` [L] float32 on the CPU: those of token t given
         the tokens before it, and 0 at token 0. None on the other stages.
     """
+    return _forward(chunks, micro_batches, ("log_probs", "entropy"), partial(_log_probs, temperature=temperature))
 
-    def outputs(log_probs: Tensor, entropy: Tensor, micro_batch: MicroBatch):
-        kept = micro_batch, log_probs, entropy
-        return log_probs.new_zeros(()), torch.zeros((), dtype=torch.int, device=log_probs.device), kept
+
+def forward_values(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]] | None:
+    """Values of all sequences of a model with a value head, without gradients.
+
+    Returns:
+        As `forward`: `values` [L]. That of token t is what is expected before the token is chosen, from the tokens before it.
+    """
+    return _forward(chunks, micro_batches, ("values",), _values)
+
+
+def _forward(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], names: Sequence[str], outputs: Outputs
+) -> list[dict[str, Tensor]] | None:
+    def keep(*columns_and_micro_batch):
+        *columns, micro_batch = columns_and_micro_batch
+        kept = micro_batch, *columns
+        return columns[0].new_zeros(()), torch.zeros((), dtype=torch.int, device=columns[0].device), kept
 
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()  # nothing is recomputed where nothing is kept
     with torch.no_grad():
-        kept = _run(chunks, micro_batches, outputs, temperature, forward_only=True)
+        kept = _run(chunks, micro_batches, outputs, keep, forward_only=True)
     for chunk, was_training in zip(chunks, training, strict=True):
         chunk.train(was_training)
     if not _on_last_stage():
@@ -136,7 +155,7 @@ def forward(
     rows = []
     for micro_batch, *values in kept:
         columns = (micro_batch.rows(value.cpu()) for value in values)
-        rows += [{"log_probs": log_probs, "entropy": entropy} for log_probs, entropy in zip(*columns, strict=True)]
+        rows += [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     return rows
 
 
@@ -158,7 +177,20 @@ def forward_backward(
         On the last stage the reported sums, added up over this rank's micro-batches (names ending in `_max`: the largest);
         None on the other stages.
     """
-    reports = _run(chunks, micro_batches, loss_function, temperature, forward_only=False)
+    return _forward_backward(chunks, micro_batches, loss_function, partial(_log_probs, temperature=temperature))
+
+
+def forward_backward_values(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss_function: ValueLossFunction
+) -> dict[str, Tensor] | None:
+    """`forward_backward` of a model with a value head: the loss is a function of (values [T] with gradient, micro_batch)."""
+    return _forward_backward(chunks, micro_batches, loss_function, _values)
+
+
+def _forward_backward(
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss_function: Callable, outputs: Outputs
+) -> dict[str, Tensor] | None:
+    reports = _run(chunks, micro_batches, outputs, loss_function, forward_only=False)
     if not _on_last_stage():
         return None
     totals: dict[str, Tensor] = {}
@@ -172,8 +204,8 @@ def forward_backward(
 def _run(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
+    outputs: Outputs,
     loss_function: Callable,
-    temperature: float,
     forward_only: bool,
 ) -> list:
     """One pass of the schedule; what `loss_function` returned third for each real micro-batch, empty off the last stage."""
@@ -186,7 +218,7 @@ def _run(
     iterators = [iter(micro_batches) for _ in chunks]
     one = len(chunks) == 1
     reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss_function=loss_function, temperature=temperature),
+        forward_step_func=partial(_forward_step, outputs=outputs, loss_function=loss_function),
         data_iterator=iterators[0] if one else iterators,
         model=chunks[0] if one else list(chunks),
         num_microbatches=len(micro_batches),
@@ -197,26 +229,35 @@ def _run(
     return [report for report in reports if report is not None]
 
 
-def _forward_step(iterator, model: torch.nn.Module, *, loss_function: Callable, temperature: float):
+def _forward_step(iterator, model: torch.nn.Module, *, outputs: Outputs, loss_function: Callable):
     """What the schedule calls per micro-batch and chunk: the output, and the loss as a function of it."""
     micro_batch = next(iterator)
     output = model(micro_batch.tokens[None], micro_batch.positions[None], None, packed_seq_params=micro_batch.packed)
 
-    def loss(logits: Tensor) -> tuple[Tensor, Tensor, object]:
-        log_probs, entropy = vocab_parallel_log_probs(
-            logits.squeeze(0),
-            micro_batch.labels,
-            _vocab_size(model),
-            temperature,
-            parallel_state.get_tensor_model_parallel_group(),
-            overwrite_logits=True,
-        )
+    def loss(last: Tensor) -> tuple[Tensor, Tensor, object]:
+        columns = outputs(model, last, micro_batch)
         if micro_batch.real:
-            total, count, report = loss_function(log_probs, entropy, micro_batch)
+            total, count, report = loss_function(*columns, micro_batch)
             return total, count.to(torch.int), report
-        return log_probs.sum() * 0.0, torch.zeros((), dtype=torch.int, device=log_probs.device), None
+        return columns[0].sum() * 0.0, torch.zeros((), dtype=torch.int, device=last.device), None
 
     return output, loss
+
+
+def _log_probs(model: torch.nn.Module, logits: Tensor, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    return vocab_parallel_log_probs(
+        logits.squeeze(0),
+        micro_batch.labels,
+        _vocab_size(model),
+        temperature,
+        parallel_state.get_tensor_model_parallel_group(),
+        overwrite_logits=True,
+    )
+
+
+def _values(model: torch.nn.Module, values: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
+    """What the head says at a token is about the next one, as labels are."""
+    return (values.view(-1),)
 
 
 def _vocab_size(model: torch.nn.Module) -> int:

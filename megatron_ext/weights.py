@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,8 @@ from megatron_ext.tiles import Tile, TileMap, as_index, local_extent
 
 EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
+Named = TypeVar("Named")
+_HEAD = "output_layer."  # the prefix of what stands on the last layer
 # HF's name inside a layer <- the parameter's, by spec: Transformer Engine fuses a norm into the linear layer behind it.
 _NORMS = {
     "local": {"input_layernorm": "input_layernorm.weight", "post_attention_layernorm": "pre_mlp_layernorm.weight"},
@@ -44,7 +46,8 @@ class WeightsError(ValueError):
 
 @functools.cache
 def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the HF checkpoint, in the model's order, a tied output layer not among them. Cached: don't change it."""
+    """Every tensor of the HF checkpoint, in the model's order, a tied output layer not among them, a value head's among them,
+    stored or not. Cached: don't change it."""
     hidden, queries, keys = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hidden)}
     for layer in range(hf.num_layers):
@@ -64,7 +67,9 @@ def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
             shapes[down] = (hidden, inner)
         shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
-    if not hf.tied:
+    if hf.head == "value":
+        shapes |= {"score.weight": (1, hidden), "score.bias": (1,)}
+    elif not hf.tied:
         shapes["lm_head.weight"] = (hf.vocab_size, hidden)
     return shapes
 
@@ -127,17 +132,24 @@ def _tiles(hf: HFConfig, place: _Place, spec: str) -> TileMap:
         tiles |= _layer(hf, layer, place, spec)
     if place.last:
         tiles["decoder.final_layernorm.weight"] = [_whole("model.norm.weight", hf_shapes(hf))]
-        if not hf.tied:
+        if hf.head == "value":
+            tiles |= {f"{_HEAD}{kind}": [_whole(f"score.{kind}", hf_shapes(hf))] for kind in ("weight", "bias")}
+        elif not hf.tied:
             tiles["output_layer.weight"] = _vocabulary(hf, tp, tp_rank, "lm_head.weight")
         elif not place.first:
             tiles["output_layer.weight"] = _vocabulary(hf, tp, tp_rank, EMBEDDING)
     return tiles
 
 
+def without_head(named: Mapping[str, Named]) -> dict[str, Named]:
+    """A rank's tile map or parameters without what stands on the last layer: what a policy and its critic have in common."""
+    return {name: value for name, value in named.items() if not name.startswith(_HEAD)}
+
+
 def local_shapes(hf: HFConfig, layout: Layout, rank: int, spec: str = "local") -> dict[str, tuple[int, ...]]:
     """The shapes of one rank's parameters, with the rows that pad the vocabulary."""
     vocabulary = (padded_vocab_size(hf.vocab_size, layout.tp) // layout.tp, hf.hidden_size)
-    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    padded = {"embedding.word_embeddings.weight"} | ({"output_layer.weight"} if hf.head == "lm" else set())
     tiles = tile_map(hf, layout, rank, spec)
     return {name: vocabulary if name in padded else local_extent(held) for name, held in tiles.items()}
 

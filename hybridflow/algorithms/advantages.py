@@ -1,4 +1,8 @@
-"""Advantages of sampled responses, computed on the driver from rewards."""
+"""Advantages of sampled responses, computed on the driver from rewards.
+
+What goes token by token is a vector [T] of all tokens of N sequences, one after the other; `segments` [T] says which sequence
+a token belongs to, `mask` [T] where the policy sampled it. Other tokens are passed over, and are 0 in the results.
+"""
 
 import torch
 from torch import Tensor
@@ -46,6 +50,67 @@ def baseline_advantages(rewards: Tensor, baseline: Tensor, prompt_index: Tensor)
             f" {list(baseline.shape)} a vector"
         )
     return (rewards - baseline[prompt_index]).float()
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """Rewards [N] of whole responses as rewards of tokens, float32 [T]: each at the last token that was sampled."""
+    sampled = mask.bool().nonzero().squeeze(1)
+    owners = segments[sampled]
+    last = torch.ones_like(owners, dtype=torch.bool)
+    last[:-1] = owners[1:] != owners[:-1]
+    spread = torch.zeros(len(mask), dtype=torch.float32)
+    spread[sampled[last]] = rewards[owners[last]].float()
+    return spread
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, segments: Tensor, discount: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16): A_t = sum over l of (discount decay)^l delta_{t+l}, with
+    delta_t = r_t + discount V_{t+1} - V_t, over the sampled tokens of each sequence. After the last one V is 0.
+
+    Args:
+        rewards, values: float [T]; V_t is what is expected before token t is chosen.
+        discount, decay: gamma and lambda.
+
+    Returns:
+        Advantages and returns (advantage plus value, what the critic learns), float32 [T].
+    """
+    sampled = mask.bool().nonzero().squeeze(1)
+    lengths = torch.bincount(segments[sampled])
+    rows = segments[sampled]
+    columns = torch.arange(len(sampled)) - (lengths.cumsum(0) - lengths)[rows]
+    # [sequences, longest + 1] in float64, zeros behind a sequence's end: they leave the sum alone
+    table = torch.zeros(2, len(lengths), int(lengths.max()) + 1 if len(lengths) else 1, dtype=torch.float64)
+    table[:, rows, columns] = torch.stack([rewards[sampled], values[sampled]]).double()
+    r, v = table
+    advantages = torch.zeros_like(r)
+    for t in reversed(range(r.shape[1] - 1)):
+        delta = r[:, t] + discount * v[:, t + 1] - v[:, t]
+        advantages[:, t] = delta + discount * decay * advantages[:, t + 1]
+    found = torch.zeros(2, len(mask))
+    found[:, sampled] = torch.stack([advantages[rows, columns], (advantages + v)[rows, columns]]).float()
+    return found[0], found[1]
+
+
+def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """`values` [T] with mean 0 and standard deviation 1 over the sampled tokens (n - 1 in the variance's denominator)."""
+    mask = mask.bool()
+    inside = values[mask].double()
+    deviations = inside - inside.mean()
+    scale = (deviations**2).sum() / max(len(inside) - 1, 1)
+    whitened = torch.zeros(len(values))
+    whitened[mask] = (deviations / (scale + epsilon).sqrt()).float()
+    return whitened
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over the sampled tokens: 1 for a perfect critic, 0 for one that says the same
+    everywhere; None where the returns don't vary."""
+    inside = mask.bool()
+    values, returns = values[inside].double(), returns[inside].double()
+    variance = returns.var(correction=0).item() if len(returns) else 0.0
+    return 1 - (returns - values).var(correction=0).item() / variance if variance else None
 
 
 def _group_sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:

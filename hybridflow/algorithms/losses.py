@@ -105,6 +105,43 @@ class PolicyLoss:
         return _reduce(token_losses, mask, segments, self.level, sums)
 
 
+@dataclass(frozen=True)
+class ValueLoss:
+    """The squared error of the critic, clipped as the policy is (PPO's own code, 2017; Engstrom et al. 2020, section 3).
+
+    Per token, with value V, the value V_old that the advantages were computed with, and return R:
+    1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), averaged over tokens. `clip` 0: 1/2 (V - R)^2.
+    """
+
+    clip: float = 0.2
+
+    def __post_init__(self):
+        if self.clip < 0:
+            raise ValueError(f"algorithm.value_clip={self.clip} is too small: use at least 0, which clips nothing")
+
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> Loss:
+        """The loss of one micro-batch.
+
+        Args:
+            values: float [T] with gradient: what is expected before a token is chosen.
+            old_values, returns: float [T] without gradient.
+            mask: bool or 0/1 [T], where the policy sampled the token.
+
+        Returns:
+            The sum (0 with a gradient of 0 when the mask is empty), the number of tokens, and the metrics `loss`, `loss_count`,
+            `tokens`, `value` and `clip_fraction`.
+        """
+        mask = mask.bool()
+        values, old_values, returns = (_inside(x, mask) for x in (values, old_values, returns))
+        errors = (values - returns) ** 2
+        sums = {"tokens": mask.sum(), "value": values.detach().sum()}
+        if self.clip:
+            clipped = (old_values + (values - old_values).clamp(-self.clip, self.clip) - returns) ** 2
+            sums["clip_fraction"] = (clipped > errors).sum()
+            errors = torch.maximum(errors, clipped)
+        return _reduce(errors / 2, mask, None, "token", sums)
+
+
 def likelihood_loss(log_probs: Tensor, mask: Tensor, entropy: Tensor | None = None) -> Loss:
     """Supervised fine-tuning: minus the log-probs of the tokens in `mask`, averaged over tokens."""
     mask = mask.bool()

@@ -1,11 +1,11 @@
-"""Losses as the actor applies them: they travel with the call to its ranks and read a packed micro-batch's fields."""
+"""Losses as actor and critic apply them: they travel with the call to its ranks and read a packed micro-batch's fields."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses import Loss, PolicyLoss, estimate_kl, likelihood_loss
+from hybridflow.algorithms.losses import Loss, PolicyLoss, ValueLoss, estimate_kl, likelihood_loss
 from hybridflow.config.schema import AlgorithmConfig
 from megatron_ext.step import MicroBatch
 
@@ -49,6 +49,17 @@ def policy_objective(settings: AlgorithmConfig) -> PolicyObjective:
             kl_estimator=settings.kl_estimator,
         )
     )
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """`ValueLoss` over the fields values (before the step's updates), returns and loss_mask."""
+
+    clip: float
+
+    def __call__(self, values: Tensor, micro_batch: MicroBatch) -> Loss:
+        fields = micro_batch.fields
+        return ValueLoss(self.clip)(values, fields["values"], fields["returns"], fields["loss_mask"])
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,27 @@ def hf_model(family: str = "qwen2", tied: bool = False, seed: int = 0, **changes
     return model
 
 
+def value_model(model: torch.nn.Module, seed: int = 3) -> torch.nn.Module:
+    """transformers' token classification with one label over the decoder of `hf_model`, and a random head."""
+    import transformers
+
+    name = type(model).__name__.replace("ForCausalLM", "ForTokenClassification")
+    config = type(model.config)(
+        **model.config.to_dict() | {"num_labels": 1, "classifier_dropout": 0.0, "architectures": [name], "id2label": {0: "value"}},
+    )
+    config._attn_implementation = "eager"
+    found = getattr(transformers, name)(config).float()
+    found.model.load_state_dict(model.model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in found.score.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return found
+
+
 def hf_config(model: torch.nn.Module) -> HFConfig:
-    return HFConfig.from_dict(model.config.to_dict())
+    fields = model.config.to_dict()
+    return HFConfig.from_dict(fields, head="value" if "TokenClassification" in fields["architectures"][0] else "lm")
 
 
 def to_megatron(tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, rank: int) -> dict[str, Tensor]:
@@ -73,9 +92,12 @@ def to_megatron(tensors: Mapping[str, Tensor], hf: HFConfig, layout: Layout, ran
     embedding = tensors["model.embed_tokens.weight"]
     found = {
         "embedding.word_embeddings.weight": vocabulary(embedding),
-        "output_layer.weight": vocabulary(embedding if hf.tied else tensors["lm_head.weight"]),
         "decoder.final_layernorm.weight": tensors["model.norm.weight"],
     }
+    if hf.head == "value":
+        found |= {f"output_layer.{kind}": tensors[f"score.{kind}"] for kind in ("weight", "bias")}
+    else:
+        found["output_layer.weight"] = vocabulary(embedding if hf.tied else tensors["lm_head.weight"])
     for index in range(hf.num_layers):
         source, target = f"model.layers.{index}.", f"decoder.layers.{index}."
         attention, mlp = source + "self_attn.", source + "mlp."
