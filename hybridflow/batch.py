@@ -8,7 +8,7 @@ Fields by convention:
     tokens             ragged int64    prompt and response
     loss_mask          ragged bool     True where the policy sampled the token
     rollout_log_probs  ragged float32  the rollout engine's log-probs
-    log_probs, reference_log_probs, advantages    ragged float32
+    log_probs, reference_log_probs, values, advantages, returns    ragged float32
     prompt_index       [N] int64       which prompt of the step a sample answers (the group in GRPO)
     rewards            [N] float32
     truncated          [N] bool        the response hit the length limit
@@ -71,6 +71,15 @@ class Batch:
     def values(self, name: str) -> Tensor:
         """All elements of a ragged field, concatenated in the order of the sequences."""
         return self._data[name].values()
+
+    def segments(self, name: str = "tokens") -> Tensor:
+        """Which sequence each of `values(name)` belongs to, int64."""
+        return torch.repeat_interleave(self.lengths(name))
+
+    def with_values(self, **fields: Tensor) -> "Batch":
+        """This batch with ragged fields added or replaced, each given as `values` gives it and aligned with the tokens."""
+        lengths = self.lengths().tolist()
+        return self.with_fields(**{name: values.split(lengths) for name, values in fields.items()})
 
     def with_fields(self, **fields: Tensor | Sequence[Tensor]) -> "Batch":
         """This batch with fields added or replaced."""

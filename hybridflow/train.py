@@ -43,7 +43,7 @@ def run_rank(config: Config) -> None:
 
 def drive(config: Config, transport: "TorchrunTransport") -> None:
     """The one program that describes the run: data and rewards, the algorithm over the roles, the trained model."""
-    from hybridflow.algorithms.loop import ALGORITHMS, train
+    from hybridflow.algorithms.loop import make_algorithm, train
     from hybridflow.algorithms.run import Run
     from hybridflow.data.sources import open_source
     from hybridflow.data.text import Text
@@ -65,7 +65,7 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
     with contextlib.closing(opened) as scorer, Recorder(config.run.dir, config) as recorder:
         run = Run(config, handles(config, transport), text, source, scorer, recorder)
         transport.phase = run.where
-        train(run, ALGORITHMS[config.algorithm.name](run))
+        train(run, make_algorithm(run))
 
 
 def main(config_path: str, overrides: list[str]) -> int:

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ def export_hf(
     model_folder: str | Path,
     destination: str | Path,
     *,
+    head: Literal["lm", "value"] = "lm",
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
     group: dist.ProcessGroup | None = None,
@@ -50,6 +51,7 @@ def export_hf(
         parameters: this rank's.
         tiles: the tile maps of all ranks of the group, in order.
         model_folder: where config.json, the tokenizer and the generation config are taken from.
+        head: what the model has on its last layer; a value model becomes transformers' token classification with one label.
         dtype: of the written tensors; the parameters' own by default.
         max_shard_bytes: of a file, unless one tensor alone is larger; also what rank 0 holds at a time.
 
@@ -59,7 +61,7 @@ def export_hf(
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     check_parameters(parameters, tiles[rank])
-    hf = HFConfig.from_folder(model_folder)
+    hf = HFConfig.from_folder(model_folder, head)
     shapes = hf_shapes(hf)
     dtype = dtype or next(iter(parameters.values())).dtype
     holders = _holders(tiles, shapes)
@@ -172,6 +174,9 @@ def _prepare(model_folder: Path, partial: Path, hf: HFConfig, dtype: torch.dtype
     keys = [key for key in ("torch_dtype", "dtype") if key in fields] or ["torch_dtype"]
     fields |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
     fields["tie_word_embeddings"] = hf.tied
+    if hf.head == "value":
+        fields["architectures"] = [hf.value_architecture]
+        fields |= {"id2label": {"0": "value"}, "label2id": {"value": 0}, "classifier_dropout": 0.0}
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 

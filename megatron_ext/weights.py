@@ -267,7 +267,7 @@ def load_hf(
     """Fill a rank's parameters from an HF folder, reading only this rank's slices; padding becomes zero.
 
     Args:
-        shapes: what each HF tensor must look like; by default what the folder's own config.json asks for.
+        shapes: what each HF tensor must look like; by default what the folder's own config.json asks for of a language model.
 
     Raises:
         WeightsError: the parameters and tiles differ, or the folder lacks a file or tensor, or has one of another shape.

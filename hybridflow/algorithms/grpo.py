@@ -5,14 +5,13 @@ with PPO's clipped objective.
 """
 
 from hybridflow.algorithms.advantages import group_advantages
-from hybridflow.algorithms.objectives import policy_objective
 from hybridflow.algorithms.run import Run, per_token
 from hybridflow.data.problems import Problem
 
 
 class GRPO:
     def __init__(self, run: Run):
-        self.run, self.objective = run, policy_objective(run.config.algorithm)
+        self.run = run
 
     def prepare(self) -> None:
         self.run.start_policy_training()
@@ -23,4 +22,4 @@ class GRPO:
         samples = run.add_log_probs(run.score(problems, samples))
         normalize = run.config.algorithm.normalize_advantages
         advantages = group_advantages(run.rewards_less_kl(samples), samples["prompt_index"], normalize)
-        run.improve(samples.with_fields(advantages=per_token(advantages, samples)), self.objective)
+        run.improve(samples.with_fields(advantages=per_token(advantages, samples)), run.policy_objective())

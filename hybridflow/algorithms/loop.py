@@ -4,14 +4,21 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridflow.algorithms.grpo import GRPO
+from hybridflow.algorithms.ppo import PPO
 from hybridflow.algorithms.remax import ReMax
 from hybridflow.algorithms.run import Run
 from hybridflow.algorithms.sft import warm_start
+from hybridflow.config.own_class import load_class
+from hybridflow.config.schema import ALGORITHM_METHODS
 from hybridflow.data.problems import Problem
 
 
 class Algorithm(Protocol):
-    """What an algorithm implements over the verbs of a `Run`."""
+    """What an algorithm implements over the verbs of a `Run`, with which it is made.
+
+    One of your own is `algorithm.name: package.module:Class`, found in the working directory or where Python finds packages;
+    a critic or a reference is there when `roles` has one.
+    """
 
     def prepare(self) -> None:
         """Once, before the first step."""
@@ -20,7 +27,14 @@ class Algorithm(Protocol):
         """One step; it measures itself into `run.metrics` through the verbs."""
 
 
-ALGORITHMS = {"grpo": GRPO, "remax": ReMax}
+_BUILT_IN = {"grpo": GRPO, "ppo": PPO, "remax": ReMax}
+
+
+def make_algorithm(run: Run) -> Algorithm:
+    """The one that the config names."""
+    name = run.config.algorithm.name
+    chosen = _BUILT_IN[name] if name in _BUILT_IN else load_class("algorithm.name", name, ALGORITHM_METHODS)
+    return chosen(run)
 
 
 def train(run: Run, algorithm: Algorithm) -> None:

@@ -151,23 +151,10 @@ def likelihood_loss(log_probs: Tensor, mask: Tensor, entropy: Tensor | None = No
     return _reduce(-_inside(log_probs, mask), mask, None, "token", sums)
 
 
-def subtract_kl(
-    rewards: Tensor,
-    log_probs: Tensor,
-    reference_log_probs: Tensor,
-    mask: Tensor,
-    segments: Tensor,
-    coefficient: float,
-    estimator: KLEstimator,
-) -> Tensor:
-    """Rewards [N] minus `coefficient` times the KL of each sequence, summed over its tokens (`kl_in: reward`).
-
-    `log_probs`, `reference_log_probs`, `mask` are [T], the tokens of all N sequences; `segments` [T] holds 0..N-1.
-    """
+def token_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
+    """`estimate_kl` of the tokens in `mask`, 0 elsewhere; [T]."""
     mask = mask.bool()
-    kl = estimate_kl(_inside(log_probs, mask), _inside(reference_log_probs, mask), estimator)
-    per_sequence = torch.zeros(len(rewards), dtype=kl.dtype, device=kl.device).index_add_(0, segments, kl)
-    return rewards - coefficient * per_sequence.to(rewards.dtype)
+    return estimate_kl(_inside(log_probs, mask), _inside(reference_log_probs, mask), estimator)
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

@@ -38,14 +38,14 @@ class PolicyObjective:
         return total, count, sums | mismatch_sums(own, fields["rollout_log_probs"], mask)
 
 
-def policy_objective(settings: AlgorithmConfig) -> PolicyObjective:
-    """As the config says; a KL penalty that is in the reward is not in the loss as well."""
+def policy_objective(settings: AlgorithmConfig, kl_coefficient: float) -> PolicyObjective:
+    """As the config says, with the coefficient as it is now; a KL penalty that is in the reward is not in the loss as well."""
     return PolicyObjective(
         PolicyLoss(
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             level=settings.loss_level,
-            kl_coefficient=settings.kl_coefficient if settings.kl_in == "loss" else 0.0,
+            kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,
             kl_estimator=settings.kl_estimator,
         )
     )

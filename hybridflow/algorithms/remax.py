@@ -22,4 +22,4 @@ class ReMax(GRPO):
         baseline = run.score_baseline(problems, greedy)
         samples = run.add_log_probs(run.score(problems, samples))
         advantages = baseline_advantages(run.rewards_less_kl(samples), baseline, samples["prompt_index"])
-        run.improve(samples.with_fields(advantages=per_token(advantages, samples)), self.objective)
+        run.improve(samples.with_fields(advantages=per_token(advantages, samples)), run.policy_objective())

@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.advantages import token_rewards
 from hybridflow.algorithms.canary import Canary
-from hybridflow.algorithms.losses import means, subtract_kl
-from hybridflow.algorithms.objectives import mismatch_sums
+from hybridflow.algorithms.kl import KLCoefficient
+from hybridflow.algorithms.losses import means, token_kl
+from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.controller.handle import RoleHandle
@@ -35,9 +37,10 @@ class Run:
     """The driver's state: which problems come next, the current step's metrics, and the roles.
 
     Attributes:
-        actor, rollout, reference: role handles; reference is None where the config has none.
+        actor, rollout, reference, critic: role handles; reference and critic are None where the config has none.
         step_index: 0 before the first step (warm start, first evaluation), then 1, 2, ...
         position: in the source's order of problems.
+        kl: the coefficient of the KL penalty.
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
     """
 
@@ -46,13 +49,15 @@ class Run:
     ):
         self.config, self.text, self.source, self.scorer, self.recorder = config, text, source, scorer, recorder
         self.actor, self.rollout = roles["actor"], roles["rollout"]
-        self.reference, self.worker = roles.get("reference"), roles["worker"]
+        self.reference, self.critic, self.worker = roles.get("reference"), roles.get("critic"), roles["worker"]
+        settings = config.algorithm
+        self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
         self.throughput = Throughput(config)
         self.step_index = self.position = 0
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
-        self._updates: list[dict[str, float]] = []
+        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
 
     def where(self) -> str:
         """What the run is at, for messages."""
@@ -74,7 +79,7 @@ class Run:
     def mini_batches(self, samples: Batch) -> list[Batch]:
         """The samples in random order, in `batch.mini_batches` parts whose sizes differ by one at most."""
         order = list(range(len(samples)))
-        random.Random(f"{self.config.run.seed} {self.step_index} {len(self._updates)}").shuffle(order)
+        random.Random(f"{self.config.run.seed} {self.step_index} {len(self._updates['actor'])}").shuffle(order)
         count = self.config.batch.mini_batches
         if count == 1:
             return [samples]
@@ -90,7 +95,11 @@ class Run:
         with self.recorder.phase("sleep"):
             self.rollout.sleep().result()
         with self.recorder.phase("restore"):
-            self.actor.restore().result()
+            for role in self._trained():
+                role.restore().result()
+
+    def _trained(self) -> list[RoleHandle]:
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def generate(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
         """`sample` in a rollout of its own."""
@@ -118,7 +127,10 @@ class Run:
         every = self.config.resharding.verify_every
         verify = self.step_index % every == 0 if every else self.step_index <= 1
         with self.recorder.phase("release"):
-            self.actor.make_room().result()
+            for role in self._trained():
+                role.make_room().result()
+            if self.critic is not None:  # the engine has no use for its weights
+                self.critic.release_weights().result()
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
@@ -205,7 +217,7 @@ class Run:
         seconds = sum(self.recorder.take_phases().values())
         self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
 
-    # --- log-probs
+    # --- log-probs and values
 
     def add_log_probs(self, samples: Batch) -> Batch:
         """Add what the loss compares with: the reference's log-probs where there is a reference, and the old policy's as
@@ -224,21 +236,37 @@ class Run:
             self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
         return samples
 
+    def add_values(self, samples: Batch) -> Batch:
+        """Add `values`: what the critic expects before each token."""
+        with self.recorder.phase("values"):
+            found = self.critic.values(samples.only("tokens", "loss_mask")).result()
+        return samples.with_fields(values=found["values"])
+
     def rewards_less_kl(self, samples: Batch) -> Tensor:
-        """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference."""
-        settings = self.config.algorithm
-        if settings.kl_in != "reward" or not settings.kl_coefficient:
+        """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference, summed over the response."""
+        penalty = self._kl_in_reward(samples)
+        if penalty is None:
             return samples["rewards"]
+        return samples["rewards"].index_add(0, samples.segments(), -penalty)
+
+    def token_rewards(self, samples: Batch) -> Tensor:
+        """Rewards of all tokens [T]: the response's at its last token, under `algorithm.kl_in: reward` minus the KL penalty at
+        each (Ziegler et al. 2019, eq. 2)."""
+        rewards = token_rewards(samples["rewards"], samples.values("loss_mask"), samples.segments())
+        penalty = self._kl_in_reward(samples)
+        return rewards if penalty is None else rewards - penalty
+
+    def _kl_in_reward(self, samples: Batch) -> Tensor | None:
+        """The KL penalty at each token [T] that goes off the rewards; None where none does."""
+        settings = self.config.algorithm
+        if settings.kl_in != "reward" or not self.kl.value:
+            return None
+        return self.kl.value * self._kl(samples, settings.kl_estimator)
+
+    def _kl(self, samples: Batch, estimator: str) -> Tensor:
+        """KL(policy || reference) at each token [T], 0 where the policy did not sample it."""
         policy = "log_probs" if "log_probs" in samples else "rollout_log_probs"
-        return subtract_kl(
-            samples["rewards"],
-            samples.values(policy),
-            samples.values("reference_log_probs"),
-            samples.values("loss_mask"),
-            torch.repeat_interleave(samples.lengths()),
-            settings.kl_coefficient,
-            settings.kl_estimator,
-        )
+        return token_kl(*(samples.values(name) for name in (policy, "reference_log_probs", "loss_mask")), estimator)
 
     def _log_mismatch(self, sums: dict[str, float], samples: Batch) -> None:
         tokens = max(int(samples.values("loss_mask").sum()), 1)
@@ -253,9 +281,7 @@ class Run:
 
     def start_training(self, optimizer: OptimizerConfig | None = None) -> None:
         """Begin with a fresh optimizer: the actor's own, or another phase's."""
-        chosen = optimizer or self.config.roles.actor.optimizer
-        settings = dataclasses.asdict(chosen) | {"betas": tuple(chosen.betas)}
-        self.actor.start_training(OptimizerSettings(**settings)).result()
+        self.actor.start_training(_settings(optimizer or self.config.roles.actor.optimizer)).result()
 
     def start_policy_training(self) -> None:
         """The reference, where there is one, becomes a copy of the policy as it is now; the optimizer is a fresh one."""
@@ -263,11 +289,30 @@ class Run:
             self.reference.copy_from("actor").result()
         self.start_training()
 
-    def improve(self, samples: Batch, objective: object) -> None:
-        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches."""
+    def start_value_training(self) -> None:
+        """The critic, where it has the actor's model, becomes a copy of the policy as it is now, but for its head; its
+        optimizer is a fresh one."""
+        if self.config.model_path("critic") == self.config.model_path("actor"):
+            self.critic.copy_from("actor").result()
+        self.critic.start_training(_settings(self.config.roles.critic.optimizer)).result()
+
+    def policy_objective(self) -> PolicyObjective:
+        """The policy's loss as the config says, with the KL coefficient of this step."""
+        return policy_objective(self.config.algorithm, self.kl.value)
+
+    def improve(self, samples: Batch, objective: object, value_objective: object = None) -> None:
+        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critic as well where it has
+        an objective; then the KL coefficient for the next step."""
         for _ in range(self.config.algorithm.epochs):
             for mini_batch in self.mini_batches(samples):
+                finish = self._start_value_update(mini_batch, value_objective) if value_objective else None
                 self.update(mini_batch, objective)
+                if finish:
+                    finish()
+        if self.kl.target:
+            kl = self._kl(samples, "k1").sum().item() / len(samples)
+            self.metrics |= {"actor/kl_response": kl, "actor/kl_coefficient": self.kl.value}
+            self.kl.adapt(kl)
 
     def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
         """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""
@@ -278,25 +323,45 @@ class Run:
         if "mismatch_abs" in sums and first:
             self._log_mismatch(sums, batch)
         self.throughput.update(batch)
-        numbers = means({name: value for name, value in sums.items() if not name.startswith("mismatch")})
-        numbers |= {name: shards[0][name] for name in _OF_THE_STEP}
+        return self._note_update(
+            "actor", {name: value for name, value in sums.items() if not name.startswith("mismatch")}, shards
+        )
+
+    def _start_value_update(self, batch: Batch, objective: object) -> Callable[[], None]:
+        """Begin an optimizer step of the critic; what is returned waits for it: on ranks of their own, critic and actor update
+        at the same time."""
+        with self.recorder.phase("update_critic"):
+            pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
+
+        def finish() -> None:
+            with self.recorder.phase("update_critic"):
+                shards = pending.result()
+            self._note_update("critic", merge_sums(shards), shards)
+
+        return finish
+
+    def _note_update(self, role: str, sums: dict[str, float], shards: list[dict[str, float]]) -> dict[str, float]:
+        """An update's metrics as means, which are noted down for the step's."""
+        numbers = means(sums) | {name: shards[0][name] for name in _OF_THE_STEP}
         if numbers["skipped"]:
-            self.recorder.line(f"warning: update skipped, its gradient's norm is {numbers['grad_norm']}: nothing was changed")
-        self._updates.append(numbers)
+            norm = numbers["grad_norm"]
+            self.recorder.line(f"warning: update of the {role} skipped, its gradient's norm is {norm}: nothing was changed")
+        self._updates[role].append(numbers)
         return numbers
 
     def begin_step(self) -> None:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
-        self.metrics, self._updates = {}, []
+        self.metrics, self._updates = {}, {"actor": [], "critic": []}
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
-        for name in self._updates[0] if self._updates else ():
-            self.metrics[f"actor/{name}"] = sum(update[name] for update in self._updates) / len(self._updates)
+        for role, updates in self._updates.items():
+            for name in updates[0] if updates else ():
+                self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
         metrics = {"step": self.step_index} | self.metrics
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
@@ -307,6 +372,10 @@ class Run:
         reports = [_by_phase(report) for report in self.worker.memory().result()]
         phases = {phase: None for report in reports for phase in report}  # in the order of the step
         return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
+
+
+def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:
+    return OptimizerSettings(**dataclasses.asdict(optimizer) | {"betas": tuple(optimizer.betas)})
 
 
 def merge_sums(shards: list[dict[str, float]]) -> dict[str, float]:
@@ -327,6 +396,11 @@ _PHASES = {
     "reference.log_probs": "reference",
     "actor.log_probs": "log_probs",
     "actor.update": "update",
+    "critic.make_room": "make_room",
+    "critic.release_weights": "make_room",
+    "critic.restore": "restore",
+    "critic.values": "values",
+    "critic.update": "update_critic",
 }
 
 

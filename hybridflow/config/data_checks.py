@@ -5,8 +5,12 @@ Takes seconds of imports: last of all checks.
 
 import re
 from string import Formatter
+from typing import TYPE_CHECKING
 
 from hybridflow.config.schema import Config, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_data(config: Config) -> None:
@@ -21,8 +25,6 @@ def check_data(config: Config) -> None:
     if reward.kind != "function" and reward.function:
         raise ConfigError(f"reward.function={reward.function} would not be used: set reward.kind=function")
 
-    from transformers import AutoTokenizer
-
     from hybridflow.data.problems import DataError
     from hybridflow.data.sources import open_entries, open_source
     from hybridflow.rewards.scorers import RewardError, ScorerSpec, load_scorer
@@ -32,11 +34,8 @@ def check_data(config: Config) -> None:
         load_scorer(ScorerSpec(reward.kind, reward.function, data.task, data.options))
     except (DataError, RewardError) as error:
         raise ConfigError(_one_line(error)) from error
-    folder = config.model_path("actor")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:  # what transformers raises for broken files
-        raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded: {_one_line(error)}") from error
+    tokenizer = _tokenizer(config.model_path("actor"))
+    _check_same_tokens(config, tokenizer.get_vocab())
     try:
         source = open_source(
             data, tokenizer, config.sampling.max_prompt_tokens, config.evaluation.problems, warm_start.correct_fraction
@@ -53,6 +52,26 @@ def check_data(config: Config) -> None:
         template = getattr(data, key)
         if not any(field for _, field, _, _ in Formatter().parse(template)):
             raise ConfigError(f"data.{key}={template!r} is the same for all problems: use a field, such as {{question}}")
+
+
+def _tokenizer(folder: str) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:  # what transformers raises for broken files
+        raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded: {_one_line(error)}") from error
+
+
+def _check_same_tokens(config: Config, vocabulary: dict[str, int]) -> None:
+    """Roles with a model of their own read the actor's tokens."""
+    for name in config.megatron_roles():
+        actors, folder = config.model_path("actor"), config.model_path(name)
+        if folder != actors and _tokenizer(folder).get_vocab() != vocabulary:
+            raise ConfigError(
+                f"roles.{name}.model.path={folder} has other tokens than the actor's {actors}:"
+                " use a model with the same tokenizer"
+            )
 
 
 def _one_line(error: Exception) -> str:

@@ -14,11 +14,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from hybridflow.config.schema import Config, ConfigError, ReferenceConfig
+from hybridflow.config.schema import Config, ConfigError, CriticConfig, MegatronRoleConfig, ReferenceConfig, TrainedConfig
 
 # Keys that users of other trainers reach for, or that name what this version cannot do yet.
 _HINTS = {
-    "roles.critic": "this version has no algorithm with a critic",
     "roles.reward": "reward models are not in this version: use the section reward",
     "roles.cost": "cost models are not in this version",
     "roles.reference.release_weights": "it has no optimizer to rebuild weights from: use roles.reference.offload=[params]",
@@ -34,12 +33,18 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     raw = _merge_overrides(_read(path), overrides or [])
     _refuse_unknown(raw, Config, "")
     config = _structured(raw)
+    # roles that an algorithm needs and the file leaves out have nothing to choose that the actor's do not answer already
     if config.algorithm.kl_coefficient > 0 and config.roles.reference is None:
-        # the reference has nothing to choose that the actor's layout does not answer already
-        shared = {f.name: getattr(config.roles.actor, f.name) for f in fields(ReferenceConfig)}
-        shared["offload"] = [what for what in shared["offload"] if what == "params"]  # all that it has
-        config.roles.reference = ReferenceConfig(**copy.deepcopy(shared))
+        config.roles.reference = ReferenceConfig(**_of_the_actor(config, MegatronRoleConfig))
+        config.roles.reference.offload = [what for what in config.roles.actor.offload if what == "params"]  # all that it has
+    if config.algorithm.name == "ppo" and config.roles.critic is None:
+        config.roles.critic = CriticConfig(**_of_the_actor(config, TrainedConfig, but="optimizer"))
     return config
+
+
+def _of_the_actor(config: Config, section: type, but: str = "") -> dict[str, Any]:
+    """The actor's values of the keys that `section` has."""
+    return {f.name: copy.deepcopy(getattr(config.roles.actor, f.name)) for f in fields(section) if f.name != but}
 
 
 def save(config: Config, path: str | Path) -> None:

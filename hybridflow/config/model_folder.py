@@ -30,10 +30,12 @@ def check_model_folder(folder: Path, hf: HFConfig) -> None:
 
 
 def expected_tensors(hf: HFConfig) -> dict[str, list[int]]:
-    """HF name -> shape of every parameter of a model."""
+    """HF name -> shape of every parameter of a model that its folder must hold."""
     h, q, kv = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes = {"model.embed_tokens.weight": [hf.vocab_size, h], "model.norm.weight": [h]}
-    if not hf.tied:
+    if hf.head == "value" and hf.head_stored:
+        shapes |= {"score.weight": [1, h], "score.bias": [1]}
+    if hf.head == "lm" and not hf.tied:
         shapes["lm_head.weight"] = [hf.vocab_size, h]
     layer = {
         "input_layernorm.weight": [h],

@@ -4,6 +4,7 @@
 cheapest to the dearest.
 """
 
+import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -14,8 +15,9 @@ from typing import Any
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
+from hybridflow.config.own_class import load_class
 from hybridflow.config.run_folder import check_run_folder
-from hybridflow.config.schema import Config, ConfigError, OptimizerConfig
+from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -33,6 +35,9 @@ _AT_LEAST = {
     "algorithm.clip_low": 0,
     "algorithm.clip_high": 0,
     "algorithm.kl_coefficient": 0,
+    "algorithm.kl_target": 0,
+    "algorithm.kl_gain": 0,
+    "algorithm.value_clip": 0,
     "batch.prompts": 1,
     "batch.samples_per_prompt": 1,
     "batch.mini_batches": 1,
@@ -103,17 +108,21 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     _check_numbers(config)
     _check_cluster(config)
     _check_offload(config)
+    _check_name(config)
     _check_algorithm(config)
+    _check_libraries(config)
     models = {role: _read_model(config, role) for role in config.megatron_roles()}
     for role, hf in models.items():
         _check_layout(config, role, hf)
     _check_rollout(config, models["actor"])
-    _check_lengths(config, models["actor"])
+    _check_lengths(config, models)
     for role, hf in models.items():
         check_model_folder(Path(config.model_path(role)), hf)
     if run_folder:
         check_run_folder(Path(config.run.dir), config.run.overwrite)
     check_data(config)
+    if ":" in config.algorithm.name:
+        load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
     return models
 
 
@@ -189,7 +198,7 @@ def _check_numbers(config: Config) -> None:
     limits = dict(_AT_LEAST)
     for name in config.megatron_roles():
         limits |= {f"roles.{name}.{key}": 1 for key in _ROLE_AT_LEAST_ONE}
-    limits["roles.actor.micro_batch_tokens"] = 1
+    limits |= {f"roles.{name}.micro_batch_tokens": 1 for name in config.trained_roles()}
     for key, least in limits.items():
         value = values
         for part in key.split("."):
@@ -206,13 +215,19 @@ def _check_numbers(config: Config) -> None:
     ):
         if not 0 < value <= 1:
             raise ConfigError(f"{key}={value} is not in (0, 1]")
-    if not 0 <= config.warm_start.correct_fraction <= 1:
-        raise ConfigError(f"warm_start.correct_fraction={config.warm_start.correct_fraction} is not in [0, 1]")
+    for key, value in (
+        ("warm_start.correct_fraction", config.warm_start.correct_fraction),
+        ("algorithm.gamma", config.algorithm.gamma),
+        ("algorithm.gae_lambda", config.algorithm.gae_lambda),
+    ):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{key}={value} is not in [0, 1]")
     if config.reward.timeout <= 0:
         raise ConfigError(f"reward.timeout={config.reward.timeout} must be above 0 seconds")
     if not 0 <= config.run.port <= 65535:
         raise ConfigError(f"run.port={config.run.port} is not a port: use 0 (a free one) to 65535")
-    _check_optimizer("roles.actor.optimizer", config.roles.actor.optimizer)
+    for name, role in config.trained_roles().items():
+        _check_optimizer(f"roles.{name}.optimizer", role.optimizer)
     _check_optimizer("warm_start.optimizer", config.warm_start.optimizer)
 
 
@@ -269,30 +284,49 @@ def _check_cluster(config: Config) -> None:
 
 
 def _check_offload(config: Config) -> None:
+    trained = config.trained_roles()
     for name, role in config.megatron_roles().items():
-        has = ("params", "grads", "optimizer") if name == "actor" else ("params",)
+        has = ("params", "grads", "optimizer") if name in trained else ("params",)
         for what in role.offload:
             if what not in has:
                 reason = "is never trained: use [params]" if what in ("grads", "optimizer") else f"has {', '.join(has)}"
                 raise ConfigError(f"roles.{name}.offload={role.offload}: {what!r} cannot be offloaded, the {name} {reason}")
-    actor = config.roles.actor
-    if actor.release_weights != "always":
+    for name, role in trained.items():
+        if role.release_weights != "always":
+            continue
+        if config.dtype(name) == "float32":
+            raise ConfigError(
+                f"roles.{name}.release_weights=always rebuilds 16-bit weights from float32 masters, but with dtype=float32 the"
+                f" weights are the masters: use roles.{name}.offload=[params], or bfloat16"
+            )
+        if "params" in role.offload:
+            raise ConfigError(
+                f"roles.{name}.offload={role.offload} copies the weights that roles.{name}.release_weights=always rebuilds:"
+                " leave out params, or use release_weights=never"
+            )
+
+
+def _check_name(config: Config) -> None:
+    """The algorithm is there, and the roles are those that it asks for."""
+    name, known = config.algorithm.name, ", ".join(ALGORITHMS)
+    if ":" in name:  # of the user's own, which may have any roles; whether it can be imported is checked last
         return
-    if config.dtype("actor") == "float32":
-        raise ConfigError(
-            "roles.actor.release_weights=always rebuilds 16-bit weights from float32 masters, but with dtype=float32 the"
-            " weights are the masters: use roles.actor.offload=[params], or bfloat16"
-        )
-    if "params" in actor.offload:
-        raise ConfigError(
-            f"roles.actor.offload={actor.offload} copies the weights that roles.actor.release_weights=always rebuilds:"
-            " leave out params, or use release_weights=never"
-        )
+    if name not in ALGORITHMS:
+        near = difflib.get_close_matches(name, ALGORITHMS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use {known}, or package.module:Class of your own"
+        raise ConfigError(f"algorithm.name={name!r} is unknown: {hint}")
+    if config.roles.critic is not None and name != "ppo":
+        raise ConfigError(f"roles.critic would not be used by algorithm.name={name}: leave it out, or use ppo")
 
 
 def _check_algorithm(config: Config) -> None:
     b, a = config.batch, config.algorithm
     samples = b.prompts * b.samples_per_prompt
+    if a.kl_target and not a.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.kl_target={a.kl_target} adapts algorithm.kl_coefficient, which stays 0 once it is:"
+            " give it a start, such as 0.1"
+        )
     if samples < b.mini_batches:
         raise ConfigError(
             f"batch.mini_batches={b.mini_batches} is more than the {samples} samples of a step"
@@ -307,6 +341,10 @@ def _check_algorithm(config: Config) -> None:
             f"sampling.top_p={config.sampling.top_p} truncates the distribution that the rollout's log-probs refer to:"
             " use 1.0, or algorithm.old_log_probs=recompute"
         )
+
+
+def _check_libraries(config: Config) -> None:
+    """What is passed on to Megatron and vLLM is known there, and not decided by a key of ours."""
     for section, keys in _OWNED_BY_US.items():
         roles = config.megatron_roles() if section == "megatron" else {"rollout": config.roles.rollout}
         for name, role in roles.items():
@@ -324,7 +362,7 @@ def _check_algorithm(config: Config) -> None:
 
 def _read_model(config: Config, role: str) -> HFConfig:
     try:
-        return HFConfig.from_folder(config.model_path(role))
+        return config.read_model(role)
     except UnsupportedModel as error:
         raise ConfigError(str(error)) from error
 
@@ -356,17 +394,21 @@ def _check_rollout(config: Config, hf: HFConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_lengths(config: Config, hf: HFConfig) -> None:
+def _check_lengths(config: Config, models: Mapping[str, HFConfig]) -> None:
     s = config.sampling
     longest = s.max_prompt_tokens + s.max_response_tokens
     both = (
         f"sampling.max_prompt_tokens={s.max_prompt_tokens} + sampling.max_response_tokens={s.max_response_tokens} = {longest}"
     )
-    if longest > hf.max_position_embeddings:
-        raise ConfigError(
-            f"{both} is more than the model's max_position_embeddings={hf.max_position_embeddings}: lower one of them"
-        )
-    budgets = {"roles.actor.micro_batch_tokens": (config.roles.actor.micro_batch_tokens, config.roles.actor.tp)}
+    for name, hf in models.items():
+        if longest > hf.max_position_embeddings:
+            whose = "the model" if name == "actor" else f"the {name}"
+            raise ConfigError(
+                f"{both} is more than {whose}'s max_position_embeddings={hf.max_position_embeddings}: lower one of them"
+            )
+    budgets = {}
+    for name, role in config.trained_roles().items():
+        budgets[f"roles.{name}.micro_batch_tokens"] = role.micro_batch_tokens, role.tp
     for name, role in config.megatron_roles().items():
         budgets[f"roles.{name}.forward_micro_batch_tokens"] = role.forward_micro_batch_tokens, role.tp
     for key, (budget, multiple) in budgets.items():

@@ -9,8 +9,11 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
 
+ALGORITHMS = ("grpo", "ppo", "remax")
+ALGORITHM_METHODS = ("prepare", "step")  # of a class of the user's own
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -84,8 +87,9 @@ class MegatronRoleConfig:
     etp: int = 1  # ranks that share the matrices of an expert, whatever tp is
     sequence_parallel: bool = False  # takes effect where tp > 1; models with experts need it there
     recompute: Literal["none", "selective", "full"] = "none"
-    # what rests in page-locked host memory while it is not needed. Of the actor, while the rollout engine is awake: params,
-    # grads (carry nothing over, so that they are dropped only), optimizer; of the reference, outside its own calls: params
+    # what rests in page-locked host memory while it is not needed. Of actor and critic, while the rollout engine is awake:
+    # params, grads (carry nothing over, so that they are dropped only), optimizer; of the reference, outside its own calls:
+    # params
     offload: list[str] = field(default_factory=list)
     forward_micro_batch_tokens: int = 16384  # tokens of a packed micro-batch without backward
     model: ModelOverride | None = None
@@ -94,13 +98,27 @@ class MegatronRoleConfig:
 
 
 @dataclass
-class ActorConfig(MegatronRoleConfig):
+class TrainedConfig(MegatronRoleConfig):
     # 16-bit weights while the rollout engine is awake: always dropped, and rebuilt bit for bit from the optimizer's float32
     # masters before their next use; never; or (auto) where engine and training would not fit on the GPU together, which
     # `--dry-run` shows. The gradients go whenever the weights do, and under auto before them
     release_weights: Literal["auto", "always", "never"] = "auto"
     micro_batch_tokens: int = 8192  # tokens of a packed micro-batch with backward
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class ActorConfig(TrainedConfig):
+    pass
+
+
+@dataclass
+class CriticConfig(TrainedConfig):
+    """A model with a value head. Where it has the actor's model it starts as a copy of the policy after the warm start, its
+    head at zero; `model.path` may name another model's folder, or that of a value model with its head (transformers' token
+    classification with one label). Its micro-batches, optimizer, layout and dtype are its own."""
+
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.0e-5))
 
 
 @dataclass
@@ -129,19 +147,28 @@ class RolesConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reference: ReferenceConfig | None = None  # the frozen starting model, for algorithm.kl_coefficient > 0
+    critic: CriticConfig | None = None  # for ppo, which without this section has one in the actor's layout
 
 
 @dataclass
 class AlgorithmConfig:
-    name: Literal["grpo", "remax"] = "grpo"
+    name: str = "grpo"  # grpo, ppo, remax, or a class of your own (algorithms/loop.py): package.module:Class
     epochs: int = 1  # passes over the samples of a step
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl_coefficient: float = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_coefficient: float = 0.0  # of the penalty for moving away from the reference; with kl_target where it starts
+    kl_in: Literal["loss", "reward"] = "loss"  # in the reward: ppo penalises token by token, grpo and remax the whole response
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    normalize_advantages: bool = True  # grpo: divide a group's advantages by the standard deviation of its rewards
-    loss_level: Literal["token", "sequence"] = "token"
+    # nats of a response that the coefficient is adapted to hold (Ziegler et al. 2019), by a factor of at most 1 + 0.2 x kl_gain
+    # or 1 - 0.2 x kl_gain a step; 0: the coefficient stays
+    kl_target: float = 0.0
+    kl_gain: float = 0.1
+    # grpo: divide a group's advantages by the standard deviation of its rewards; ppo: to mean 0 and deviation 1 in every step
+    normalize_advantages: bool = True
+    gamma: float = 1.0  # ppo: discount per token
+    gae_lambda: float = 0.95  # ppo: 1: rewards to come less values, 0: the next token's value only
+    value_clip: float = 0.2  # ppo: how far a value may usefully move in a step; 0: any distance
+    loss_level: Literal["token", "sequence"] = "token"  # of the policy's loss; the critic's is always by token
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"  # see Config.old_log_probs
 
 
@@ -251,8 +278,16 @@ class Config:
 
     def megatron_roles(self) -> dict[str, MegatronRoleConfig]:
         """The configured roles that live in Megatron-core, by name."""
-        roles = {"actor": self.roles.actor, "reference": self.roles.reference}
+        roles = {"actor": self.roles.actor, "critic": self.roles.critic, "reference": self.roles.reference}
         return {name: role for name, role in roles.items() if role is not None}
+
+    def trained_roles(self) -> dict[str, TrainedConfig]:
+        """Those of them that have an optimizer."""
+        return {name: role for name, role in self.megatron_roles().items() if isinstance(role, TrainedConfig)}
+
+    def read_model(self, role: str) -> HFConfig:
+        """The `config.json` of a role's model."""
+        return HFConfig.from_folder(self.model_path(role), head="value" if role == "critic" else "lm")
 
     def layout(self, role: str) -> Layout:
         """The layout of a role over all ranks; the rollout's ranks beyond an engine's tp count as dp."""

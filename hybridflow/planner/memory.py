@@ -37,17 +37,22 @@ class Footprint:
     optimizer: int = 0
 
 
+class Release(NamedTuple):
+    """What a trained role drops while the engine is awake."""
+
+    gradients: bool
+    weights: bool
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """`stages`: what is on the fullest GPU in each stage of a step. `total`: the GPU's bytes, None where unknown.
 
-    `release_gradients`, `release_weights`: the actor's, while the engine is awake. `host_bytes`: page-locked memory for what is
-    offloaded, on the fullest node.
+    `releases`: by trained role. `host_bytes`: page-locked memory for what is offloaded, on the fullest node.
     """
 
     stages: dict[str, tuple[Part, ...]]
-    release_gradients: bool
-    release_weights: bool
+    releases: dict[str, Release]
     host_bytes: int
     total: int | None
 
@@ -56,12 +61,10 @@ class MemoryPlan:
         size = f"{_gib(self.total)} GiB" if self.total else "size unknown, so that release_weights=auto is undecided"
         lines = [f"on the fullest GPU ({size}), activations not counted:"]
         lines += [f"  {name:<8} {_gib(_sum(parts)):>7} GiB  {_list(parts)}" for name, parts in self.stages.items()]
-        gone = [
-            *(["gradients"] if self.release_gradients else []),
-            *(["weights (rebuilt from the optimizer's masters)"] if self.release_weights else []),
-        ]
-        if gone:
-            lines.append(f"  during the rollout the actor drops {' and '.join(gone)}")
+        for name, release in self.releases.items():
+            gone = ["gradients"] * release.gradients + ["weights (rebuilt from the optimizer's masters)"] * release.weights
+            if gone:
+                lines.append(f"  during the rollout the {name} drops {' and '.join(gone)}")
         if self.host_bytes:
             lines.append(f"  offloaded to page-locked host memory: {_gib(self.host_bytes)} GiB on a node")
         return "\n".join(lines)
@@ -96,24 +99,29 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     Args:
         models: of the Megatron roles, by name.
     """
-    actor, ranks = config.roles.actor, _representatives(config)
-    kept = [_kept(config, models, rank) for rank in ranks]
+    kept = [_kept(config, models, rank) for rank in _representatives(config)]
     engine, awake = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
-    may = actor.release_weights != "never" and config.dtype("actor") != "float32" and "params" not in actor.offload
-    release_gradients = "grads" in actor.offload
-    release_weights = actor.release_weights == "always" and may
+    trained = config.trained_roles()
+    may = {
+        name: role.release_weights != "never" and config.dtype(name) != "float32" and "params" not in role.offload
+        for name, role in trained.items()
+    }
+    always = {name: role.release_weights == "always" and may[name] for name, role in trained.items()}
+    releases = {name: Release("grads" in role.offload or always[name], always[name]) for name, role in trained.items()}
 
     def stages() -> dict[str, tuple[Part, ...]]:
-        found = [_stages(config, parts, engine, awake, release_gradients, release_weights) for parts in kept]
+        found = [_stages(config, parts, engine, awake, releases) for parts in kept]
         return {name: max((stage[name] for stage in found), key=_sum) for name in found[0]}
 
     def tight() -> bool:
         return total is not None and max(_sum(parts) for name, parts in stages().items() if name != "update") + BESIDE > total
 
-    release_gradients = release_gradients or release_weights or tight()
-    release_weights = release_weights or (may and tight())
+    if tight():
+        releases = {name: Release(True, release.weights) for name, release in releases.items()}
+    if tight():
+        releases = {name: Release(True, may[name]) for name in releases}
     host = max(_offloaded(config, parts) for parts in kept) * config.cluster.ranks_per_node
-    return MemoryPlan(stages(), release_gradients, release_weights, host, total)
+    return MemoryPlan(stages(), releases, host, total)
 
 
 def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan, host_total: int) -> None:
@@ -164,7 +172,7 @@ def _representatives(config: Config) -> list[int]:
 
 def _kept(config: Config, models: Mapping[str, HFConfig], rank: int) -> dict[str, Footprint]:
     return {
-        name: footprint(models[name], config.layout(name), rank, config.dtype(name), trained=name == "actor")
+        name: footprint(models[name], config.layout(name), rank, config.dtype(name), name in config.trained_roles())
         for name in config.megatron_roles()
     }
 
@@ -180,25 +188,28 @@ def _awake(config: Config, hf: HFConfig, total: int | None) -> int:
 
 
 def _stages(
-    config: Config, kept: Mapping[str, Footprint], engine: int, awake: int, no_gradients: bool, no_weights: bool
+    config: Config, kept: Mapping[str, Footprint], engine: int, awake: int, releases: Mapping[str, Release]
 ) -> dict[str, tuple[Part, ...]]:
-    offload, actor = config.roles.actor.offload, kept["actor"]
-    weights_part = Part("actor weights", actor.weights)
-    gradients = Part("actor gradients", 0 if no_gradients else actor.gradients)
-    states = Part("actor optimizer", 0 if "optimizer" in offload else actor.optimizer)
-    left = Part("actor weights", 0 if no_weights or "params" in offload else actor.weights)
-    others = [
-        Part(f"{name} weights", size.weights)
-        for name, size in kept.items()
-        if name != "actor" and "params" not in config.megatron_roles()[name].offload
-    ]
+    """The actor's weights are there until the engine has them; what else goes, goes before the engine wakes."""
+    roles = config.megatron_roles()
+    training: list[Part] = []
+    aside: list[Part] = []  # of them, what stays beside the engine
+    for name, size in kept.items():
+        offload, release = roles[name].offload, releases.get(name, Release(False, False))
+        weights = Part(f"{name} weights", size.weights)
+        gradients, states = Part(f"{name} gradients", size.gradients), Part(f"{name} optimizer", size.optimizer)
+        resting = "params" in offload and name not in releases  # on the host but during its own calls
+        training += [*([] if resting else [weights]), gradients, states]
+        aside += [weights] * (not release.weights and "params" not in offload)
+        aside += [gradients] * (not release.gradients) + [states] * ("optimizer" not in offload)
+    actor_weights = Part("actor weights", kept["actor"].weights)
     buckets = Part("messages", config.resharding.bucket_mb << 20 if config.world_size > 1 else 0)
     vllm = Part("vLLM" if awake > engine else "vLLM without its KV cache", awake)
     sleeps = config.roles.rollout.sleep
-    training = [weights_part, Part("actor gradients", actor.gradients), Part("actor optimizer", actor.optimizer), *others]
+    others = [part for part in aside if part != actor_weights]
     found = {
-        "reshard": [Part("vLLM weights", engine) if sleeps else vllm, weights_part, gradients, states, *others, buckets],
-        "rollout": [vllm, left, gradients, states, *others],
+        "reshard": [Part("vLLM weights", engine) if sleeps else vllm, actor_weights, *others, buckets],
+        "rollout": [vllm, *aside],
         "update": training if sleeps else [vllm, *training],
     }
     return {name: tuple(part for part in parts if part.nbytes) for name, parts in found.items()}
@@ -215,7 +226,7 @@ def _offloaded(config: Config, kept: Mapping[str, Footprint]) -> int:
 
 def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryPlan) -> str:
     """The keys that help in this stage, the cheapest first."""
-    sizes, actor = dict(parts), config.roles.actor
+    sizes, actor, critic = dict(parts), config.roles.actor, config.roles.critic
     found = []
     if not config.roles.rollout.sleep and stage != "rollout":
         found.append("set roles.rollout.sleep=true")
@@ -226,8 +237,12 @@ def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryP
             found.append(f"use roles.actor.release_weights=auto instead of {actor.release_weights}")
     if "reference weights" in sizes:
         found.append("set roles.reference.offload=[params]")
+    if stage != "update" and "critic weights" in sizes:
+        found.append(f"add params to roles.critic.offload={critic.offload}")
     if stage != "update" and "actor optimizer" in sizes:
         found.append(f"add optimizer to roles.actor.offload={actor.offload}")
+    if stage != "update" and "critic optimizer" in sizes:
+        found.append(f"add optimizer to roles.critic.offload={critic.offload}")
     if stage == "rollout":
         share = floor(100 * (plan.total - _sum(parts) + sizes.get("vLLM", 0)) / plan.total) / 100
         if "vLLM" in sizes and share * plan.total > dict(plan.stages["reshard"])["vLLM weights"]:

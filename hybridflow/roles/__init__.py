@@ -1,1 +1,1 @@
-"""What a role can be asked to do: actor, reference, rollout."""
+"""What a role can be asked to do: actor, critic, reference, rollout."""

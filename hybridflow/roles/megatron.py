@@ -11,7 +11,6 @@ from hybridflow.config.schema import Config
 from hybridflow.controller.role import Role
 from hybridflow.data.packing import partition
 from megatron_ext import device, layers, model, step, weights
-from megatron_ext.hf_config import HFConfig
 from megatron_ext.memory import weights_are_away
 from megatron_ext.parallel import ParallelState
 from megatron_ext.tiles import TileMap
@@ -25,14 +24,17 @@ class MegatronRole(Role):
         self.role = role = config.megatron_roles()[name]
         self.layout = layout = config.layout(name)
         self.model_path, self.dtype = config.model_path(name), getattr(torch, config.dtype(name))
-        self.hf = HFConfig.from_folder(self.model_path)
+        self.hf = config.read_model(name)
         self.spec = layers.default_spec()
         self.state = ParallelState(name, layout, seed=config.run.seed)
         with self.context():
             transformer = model.transformer_config(self.hf, layout, self.dtype, role.recompute, dict(role.megatron))
             self.transformer_config = transformer
             self.chunks = model.build_model(self.hf, layout, transformer, self.spec)
-            weights.load_hf(self.parameters(), self.tile_map(dist.get_rank()), self.model_path)
+            held = self.parameters(), self.tile_map(dist.get_rank())
+            if not self.hf.head_stored:
+                held = tuple(map(weights.without_head, held))
+            weights.load_hf(*held, self.model_path, weights.hf_shapes(self.hf))
 
     def context(self) -> contextlib.AbstractContextManager:
         return self.state.current()
@@ -64,15 +66,19 @@ class MegatronRole(Role):
         return step.fill_up(packed, self.layout, count=int(count)), [i for part in parts for i in part]
 
     def forward(self, batch: Batch) -> Batch | None:
-        """Log-probs and entropy of every token, ragged fp32 in the batch's order; None off the last stage."""
+        """The model's outputs for every token, ragged fp32 in the batch's order; None off the last stage."""
         micro_batches, order = self.micro_batches(batch, self.role.forward_micro_batch_tokens)
-        outputs = step.forward(self.chunks, micro_batches, self.config.sampling.temperature)
+        outputs = self.outputs(micro_batches)
         if outputs is None:
             return None
         rows = [None] * len(order)
         for index, output in zip(order, outputs, strict=True):
             rows[index] = output
-        return Batch({name: [row[name] for row in rows] for name in ("log_probs", "entropy")})
+        return Batch({name: [row[name] for row in rows] for name in rows[0]})
+
+    def outputs(self, micro_batches: list[step.MicroBatch]) -> list[dict[str, Tensor]] | None:
+        """Log-probs and entropies, by sequence."""
+        return step.forward(self.chunks, micro_batches, self.config.sampling.temperature)
 
 
 def _padded(tokens: int, multiple: int, budget: int) -> int:

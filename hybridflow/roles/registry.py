@@ -5,12 +5,13 @@ from hybridflow.controller.handle import RoleHandle, Transport
 from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Worker
 from hybridflow.roles.actor import Actor
+from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.rollout import Rollout, choose_layout
 from megatron_ext.layout import Layout
 
 # The engine comes first: vLLM wants the memory free that it is going to use.
-ROLES: dict[str, type[Role]] = {"rollout": Rollout, "actor": Actor, "reference": Reference}
+ROLES: dict[str, type[Role]] = {"rollout": Rollout, "actor": Actor, "critic": Critic, "reference": Reference}
 
 
 def configured(config: Config) -> list[str]:

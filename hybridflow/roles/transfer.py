@@ -15,6 +15,7 @@ from megatron_ext import device
 from megatron_ext.layout import Layout
 from megatron_ext.memory import weights_are_away
 from megatron_ext.tiles import TileMap
+from megatron_ext.weights import without_head
 
 
 class HoldsWeights(Protocol):
@@ -28,6 +29,23 @@ class HoldsWeights(Protocol):
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's tensors under the names of its tile map; their addresses never change."""
+
+
+class WithoutHead:
+    """A Megatron role but for what stands on its last layer: what a policy and its critic have in common."""
+
+    def __init__(self, role: HoldsWeights):
+        self.name, self.layout, self._role = role.name, role.layout, role
+        self._cut: dict[int, tuple[TileMap, TileMap]] = {}  # ranks that hold the same share one map, and go on to
+
+    def tile_map(self, rank: int) -> TileMap:
+        whole = self._role.tile_map(rank)
+        if id(whole) not in self._cut:
+            self._cut[id(whole)] = whole, without_head(whole)
+        return self._cut[id(whole)][1]
+
+    def parameters(self) -> dict[str, Tensor]:
+        return without_head(self._role.parameters())
 
 
 class WeightTransfer:

@@ -54,7 +54,8 @@ def value_model(model: torch.nn.Module, seed: int = 3) -> torch.nn.Module:
 
     name = type(model).__name__.replace("ForCausalLM", "ForTokenClassification")
     config = type(model.config)(
-        **model.config.to_dict() | {"num_labels": 1, "classifier_dropout": 0.0, "architectures": [name], "id2label": {0: "value"}},
+        **model.config.to_dict()
+        | {"num_labels": 1, "classifier_dropout": 0.0, "architectures": [name], "id2label": {0: "value"}},
     )
     config._attn_implementation = "eager"
     found = getattr(transformers, name)(config).float()
