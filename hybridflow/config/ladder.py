@@ -44,8 +44,7 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
     mini_batch = -(-samples // batch.mini_batches)
     rank_samples = -(-mini_batch // layout.dp)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
-    # no more than the sequences, and no more than when every sequence has full length
-    micro_batches = -(-rank_samples // max(1, actor.micro_batch_tokens // longest))
+    micro_batches = _micro_batches(rank_samples, actor.micro_batch_tokens, longest)
     engines = config.world_size // config.roles.rollout.tp
     optimizer_steps = batch.mini_batches * config.algorithm.epochs
     at_most = "at most " if samples % batch.mini_batches else ""
@@ -70,11 +69,28 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
             f"<= {micro_batches}",
             f"per rank and mini-batch, of at most {actor.micro_batch_tokens} packed tokens",
         ),
+        *_critic(config, mini_batch, longest),
         Rung("steps", f"{config.run.steps}", f"{config.run.steps * samples} samples in all; {_warm_start(config)}"),
     )
     return Ladder(
         batch.prompts, samples, mini_batch, optimizer_steps, layout.dp, rank_samples, longest, micro_batches, engines, rungs
     )
+
+
+def _micro_batches(samples: int, budget: int, longest: int) -> int:
+    """No more than the sequences, and no more than when every sequence has full length."""
+    return -(-samples // max(1, budget // longest))
+
+
+def _critic(config: Config, mini_batch: int, longest: int) -> list[Rung]:
+    """The actor's mini-batches on the critic's own ranks."""
+    critic = config.roles.critic
+    if critic is None:
+        return []
+    dp = config.layout("critic").dp
+    count = _micro_batches(-(-mini_batch // dp), critic.micro_batch_tokens, longest)
+    meaning = f"per mini-batch on each of {dp} data-parallel ranks, of at most {critic.micro_batch_tokens} packed tokens"
+    return [Rung("… of the critic", f"<= {count}", meaning)]
 
 
 def _megatron(config: Config, role: str, num_layers: int) -> list[Rung]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.losses import PolicyLoss, estimate_kl, likelihood_loss, means, subtract_kl
+from hybridflow.algorithms.losses import PolicyLoss, ValueLoss, estimate_kl, likelihood_loss, means, token_kl
 
 LENGTHS = [5, 3, 1, 6]  # tokens of the sequences; the last one is padding
 MASKS = [[0, 0, 1, 1, 0], [0, 1, 0], [0], [0, 0, 0, 0, 0, 0]]
@@ -153,17 +153,47 @@ def test_kl_estimators_agree_with_the_exact_kl_in_expectation():
     assert (estimate_kl(p, q, "k3") >= 0).all()
 
 
-def test_kl_in_the_reward():
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_of_the_sampled_tokens(estimator):
     x = inputs()
-    rewards = np.array([1.0, 0.0, 0.5, 2.0])
-    expected = rewards.copy()
-    for t in range(len(x["mask"])):
-        if x["mask"][t]:
-            expected[x["segments"][t]] -= 0.2 * (x["log_probs"][t] - x["reference_log_probs"][t])
-    tensor = {name: torch.tensor(x[name]) for name in ("log_probs", "reference_log_probs", "mask", "segments")}
-    got = subtract_kl(torch.tensor(rewards), **tensor, coefficient=0.2, estimator="k1")
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
-    assert got[2] == 0.5 and got[3] == 2.0
+    differences = x["log_probs"] - x["reference_log_probs"]
+    expected = [numpy_kl(d, estimator)[0] if sampled else 0.0 for d, sampled in zip(differences, x["mask"], strict=True)]
+    x["reference_log_probs"][~x["mask"]] = -np.inf
+    tensor = {name: torch.tensor(x[name]) for name in ("log_probs", "reference_log_probs", "mask")}
+    np.testing.assert_allclose(token_kl(**tensor, estimator=estimator).numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_value_loss_equals_numpy(clip):
+    rng = np.random.default_rng(4)
+    mask = np.concatenate(MASKS).astype(bool)
+    old, returns = rng.normal(size=(2, 200))
+    mask = np.resize(mask, 200)
+    values = old + rng.normal(0, 0.5, 200)
+    loss, gradient, clipped = 0.0, np.zeros(200), 0
+    for t in np.flatnonzero(mask):
+        plain, slope = (values[t] - returns[t]) ** 2, values[t] - returns[t]
+        near = min(max(values[t], old[t] - clip), old[t] + clip)
+        if clip and (near - returns[t]) ** 2 > plain:
+            plain, slope, clipped = (near - returns[t]) ** 2, 0.0, clipped + 1
+        loss, gradient[t] = loss + plain / 2, slope
+    assert (0 < clipped < mask.sum()) == bool(clip)
+    values[~mask] = old[~mask] = np.nan  # what lies outside the mask does not matter
+    x = torch.tensor(values, requires_grad=True)
+    total, count, sums = ValueLoss(clip)(x, *(torch.tensor(y) for y in (old, returns, mask)))
+    total.backward()
+    np.testing.assert_allclose(total.item(), loss, rtol=1e-12)
+    np.testing.assert_allclose(x.grad.numpy(), gradient, rtol=1e-12, atol=1e-15)
+    assert not count.is_floating_point() and count == mask.sum() == sums["tokens"] == sums["loss_count"]
+    assert sums["value"].item() == pytest.approx(values[mask].sum()) and sums["loss"] == total
+    assert sums["clip_fraction"] == clipped if clip else "clip_fraction" not in sums
+
+
+def test_a_value_loss_without_tokens_is_zero():
+    values = torch.randn(3, requires_grad=True)
+    loss, count, _ = ValueLoss(0.2)(values, torch.zeros(3), torch.ones(3), torch.zeros(3))
+    loss.backward()
+    assert (loss.item(), count.item(), values.grad.tolist()) == (0.0, 0, [0.0] * 3)
 
 
 def test_likelihood_loss():
@@ -186,6 +216,8 @@ def test_bad_settings_name_the_key():
         PolicyLoss(level="word")
     with pytest.raises(ValueError, match="algorithm.clip_low=1.5"):
         PolicyLoss(clip_low=1.5)
+    with pytest.raises(ValueError, match="algorithm.value_clip=-1"):
+        ValueLoss(-1)
     with pytest.raises(ValueError, match="algorithm.kl_estimator='k4'"):
         estimate_kl(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(ValueError, match="kl_coefficient=0.1 needs reference_log_probs"):

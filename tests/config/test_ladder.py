@@ -41,6 +41,18 @@ def test_uneven_stages_are_shown(tmp_path):
     assert "stage" not in make(tmp_path, *layout, num_layers=28).render()
 
 
+def test_the_critics_micro_batches_are_its_own(tmp_path):
+    text = make(
+        tmp_path,
+        *("algorithm.name=ppo", "cluster.ranks_per_node=4", "roles.actor={tp: 2, pp: 2}"),
+        "roles.critic={pp: 2, micro_batch_tokens: 400}",  # DP 2: 4 samples of at most 192 tokens, two in a micro-batch
+        "batch={prompts: 4, samples_per_prompt: 2}",
+    ).render()
+    line = next(line for line in text.splitlines() if line.startswith("… of the critic"))
+    assert "<= 2  per mini-batch on each of 2 data-parallel ranks, of at most 400 packed tokens" in line
+    assert "critic" not in make(tmp_path).render()
+
+
 @pytest.mark.parametrize("budget,expected", [(192, 8), (383, 8), (384, 4), (100_000, 1)])
 def test_micro_batches_by_budget(tmp_path, budget, expected):
     steps = make(tmp_path, f"roles.actor.micro_batch_tokens={budget}", "batch={prompts: 4, samples_per_prompt: 2}")

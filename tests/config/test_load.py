@@ -54,6 +54,24 @@ def test_kl_brings_a_reference_in_the_actors_layout(path):
     assert config.roles.reference.megatron is not config.roles.actor.megatron
 
 
+def test_ppo_brings_a_critic_in_the_actors_layout(path):
+    actor = ["roles.actor.micro_batch_tokens=99", "roles.actor.offload=[grads]", "roles.actor.optimizer.lr=1e-3"]
+    config = load(path, ["algorithm.name=ppo", *actor])
+    critic = config.roles.critic
+    assert config.layout("critic") == config.layout("actor")
+    assert (critic.micro_batch_tokens, critic.offload, critic.optimizer.lr) == (99, ["grads"], 1e-5)
+    assert list(config.megatron_roles()) == list(config.trained_roles()) == ["actor", "critic"]
+    assert load(path, actor).roles.critic is None
+
+
+def test_a_critic_of_its_own(path):
+    keys = "{pp: 4, dtype: bfloat16, model: {path: other}, optimizer: {lr: 0.1}, micro_batch_tokens: 7}"
+    config = load(path, ["algorithm.name=ppo", "cluster.ranks_per_node=8", f"roles.critic={keys}"])
+    assert (config.layout("critic").pp, config.layout("critic").dp) == (4, 2)
+    assert (config.dtype("critic"), config.model_path("critic"), config.model_path("actor")) == ("bfloat16", "other", "m")
+    assert (config.roles.critic.optimizer.lr, config.roles.critic.micro_batch_tokens) == (0.1, 7)
+
+
 @pytest.mark.parametrize(
     "overrides,expected",
     [
@@ -69,7 +87,9 @@ def test_whose_log_probs_are_the_old_ones(path, overrides, expected):
 
 
 def test_save_and_load_again(path, tmp_path):
-    config = load(path, ["data.options={a: [1, 2]}", "algorithm.kl_coefficient=0.5", "data.system_prompt='a: b'"])
+    config = load(
+        path, ["algorithm.name=ppo", "data.options={a: [1, 2]}", "algorithm.kl_coefficient=0.5", "data.system_prompt='a: b'"]
+    )
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
 
@@ -99,7 +119,8 @@ def test_save_and_load_again(path, tmp_path):
             "unknown key roles.reference.release_weights: it has no optimizer to rebuild weights from:"
             " use roles.reference.offload=[params]",
         ),
-        ("roles.critic.tp=1", "unknown key roles.critic: this version has no algorithm with a critic"),
+        ("roles.critic.tpp=1", "unknown key roles.critic.tpp: did you mean roles.critic.tp?"),
+        ("roles.cost.tp=1", "unknown key roles.cost: cost models are not in this version"),
         ("run.steps=${batch.nope}", "run.steps: Interpolation key 'batch.nope' not found"),
         ("steps", "override 'steps' is not of the form key=value, such as run.steps=10"),
     ],

@@ -8,6 +8,7 @@ import pytest
 from hybridflow.config import preflight
 from hybridflow.config.load import load
 from hybridflow.config.schema import ConfigError
+from hybridflow.data.tokenizer import character_tokenizer
 from tests.config.folders import write_config, write_model
 
 
@@ -48,6 +49,13 @@ def test_passes(tmp_path, model):
         ["algorithm.kl_coefficient=0.1"],
         ["algorithm.kl_coefficient=0.1", "roles.actor.offload=[params,grads,optimizer]"],  # the reference has params only
         ["roles.actor={tp: 2, release_weights: always, offload: [optimizer]}", "model.dtype=bfloat16"],
+        ["algorithm.name=ppo"],
+        [
+            "algorithm={name: ppo, value_clip: 0}",
+            "roles.critic={pp: 4, offload: [params, optimizer]}",
+            "batch.samples_per_prompt=1",
+        ],
+        ["algorithm={name: remax, kl_coefficient: 0.1, kl_target: 6}", "batch.samples_per_prompt=1"],
     ],
 )
 def test_passes_with(tmp_path, model, overrides):
@@ -58,6 +66,58 @@ def test_passes_with(tmp_path, model, overrides):
 @pytest.mark.parametrize(
     "overrides,message",
     [
+        (["algorithm.name=pppo"], "algorithm.name='pppo' is unknown: did you mean ppo?"),
+        (
+            ["algorithm.name=dqn"],
+            "algorithm.name='dqn' is unknown: use grpo, ppo, remax, or package.module:Class of your own",
+        ),
+        (
+            ["algorithm.name=nowhere:Mine"],
+            "algorithm.name='nowhere:Mine': importing nowhere failed: ModuleNotFoundError: No module named 'nowhere'",
+        ),
+        (["roles.critic={pp: 2}"], "roles.critic would not be used by algorithm.name=grpo: leave it out, or use ppo"),
+        (["algorithm={name: ppo, gae_lambda: 1.5}"], "algorithm.gae_lambda=1.5 is not in [0, 1]"),
+        (["algorithm={name: ppo, gamma: -0.1}"], "algorithm.gamma=-0.1 is not in [0, 1]"),
+        (["algorithm={name: ppo, value_clip: -1}"], "algorithm.value_clip=-1.0 is too small: use at least 0"),
+        (
+            ["algorithm={name: ppo, kl_target: 6}"],
+            "algorithm.kl_target=6.0 adapts algorithm.kl_coefficient, which stays 0 once it is: give it a start, such as 0.1",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic={tp: 4}"],
+            "roles.critic.tp=4 does not divide the model's num_key_value_heads=2: use 1 or 2",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic={pp: 3}"],
+            "cluster.nodes=1 x cluster.ranks_per_node=4 = 4 processes are not a multiple of roles.critic.tp=1 x pp=3 x cp=1"
+            " = 3: change cluster.ranks_per_node or the layout",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic={micro_batch_tokens: 100}"],
+            "roles.critic.micro_batch_tokens=100 does not hold one sequence: sampling.max_prompt_tokens=128 +"
+            " sampling.max_response_tokens=64 = 192: use at least 192",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic={optimizer: {lr: -1}}"],
+            "roles.critic.optimizer.lr=-1.0 is too small: use at least 0",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic={offload: [head]}"],
+            "roles.critic.offload=['head']: 'head' cannot be offloaded, the critic has params, grads, optimizer",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic={release_weights: always}"],
+            "roles.critic.release_weights=always rebuilds 16-bit weights from float32 masters, but with dtype=float32 the"
+            " weights are the masters: use roles.critic.offload=[params], or bfloat16",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic.ranks=[0,1]"],
+            "roles.critic.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+        ),
+        (
+            ["algorithm.name=ppo", "roles.critic.megatron.num_layers=8"],
+            "roles.critic.megatron.num_layers follows from another key: set roles.critic.model.path instead",
+        ),
         (["cluster.launcher=ray"], "cluster.launcher=ray is not supported yet: use torchrun"),
         (
             ["roles.rollout.ranks=[0,1]"],
@@ -333,6 +393,32 @@ class TestModelFolder:
         folder = write_model(tmp_path / "m")
         (folder / "tokenizer.json").unlink()
         assert "has no tokenizer" in refused(tmp_path, folder)
+
+    def test_a_critics_own_model(self, tmp_path, model):
+        ppo = ["algorithm.name=ppo"]
+        untied = write_model(tmp_path / "untied", tie_word_embeddings=False, num_hidden_layers=2)
+        check(tmp_path, model, *ppo, f"roles.critic.model.path={untied}")
+        config = json.loads((untied / "config.json").read_text()) | {"architectures": ["Qwen2ForTokenClassification"]}
+        (untied / "config.json").write_text(json.dumps(config | {"id2label": {"0": "value"}}))
+        message = f"model folder {untied} lacks the tensor score.weight, which its config.json asks for"
+        assert refused(tmp_path, model, *ppo, f"roles.critic.model.path={untied}") == message
+        assert "architecture Qwen2ForTokenClassification is not supported" in refused(tmp_path, untied)
+        (untied / "config.json").write_text(json.dumps(config))
+        assert "Qwen2ForTokenClassification with 2 labels is not a value model, which has 1 (id2label)" in refused(
+            tmp_path, model, *ppo, f"roles.critic.model.path={untied}"
+        )
+
+    def test_a_critic_reads_the_actors_tokens(self, tmp_path, model):
+        other = write_model(tmp_path / "other")
+        character_tokenizer("0123456789+-=").save_pretrained(other)
+        assert refused(tmp_path, model, "algorithm.name=ppo", f"roles.critic.model.path={other}") == (
+            f"roles.critic.model.path={other} has other tokens than the actor's {model}: use a model with the same tokenizer"
+        )
+
+    def test_a_critic_for_shorter_sequences(self, tmp_path, model):
+        short = write_model(tmp_path / "short", max_position_embeddings=100)
+        text = refused(tmp_path, model, "algorithm.name=ppo", f"roles.critic.model.path={short}")
+        assert text.endswith("= 192 is more than the critic's max_position_embeddings=100: lower one of them")
 
     def test_a_roles_own_model(self, tmp_path, model):
         text = refused(tmp_path, model, "roles.reference.model.path=missing")

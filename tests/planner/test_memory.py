@@ -82,7 +82,7 @@ def test_what_is_where_in_a_step(tmp_path, hf, elements):
         "messages": 256 << 20,
     }
     assert parts["update"] == {"actor weights": model, "actor gradients": 2 * model, "actor optimizer": 3 * model}
-    assert found.release_gradients and not found.release_weights and not found.host_bytes
+    assert found.releases == {"actor": (True, False)} and not found.host_bytes
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,66 @@ def test_what_is_where_in_a_step(tmp_path, hf, elements):
 )
 def test_what_goes_is_what_does_not_fit(tmp_path, hf, utilization, more, gradients, weights):
     found = plan(tmp_path, hf, f"roles.rollout.gpu_memory_utilization={utilization}", *more)
-    assert (found.release_gradients, found.release_weights) == (gradients, weights)
+    assert found.releases == {"actor": (gradients, weights)}
     assert ("drops gradients" in found.render()) == gradients
     assert ("rebuilt from the optimizer's masters" in found.render()) == weights
 
 
 def test_without_a_known_gpu_nothing_is_decided(tmp_path, hf):
     found = plan(tmp_path, hf, total=None)
-    assert not found.release_gradients and not found.release_weights
+    assert found.releases == {"actor": (False, False)}
     assert "size unknown" in found.render() and "vLLM without its KV cache 14.2" in found.render()
+
+
+PPO = ["algorithm.name=ppo", "roles.rollout.gpu_memory_utilization=0.3"]
+
+
+def test_a_critic_has_no_output_layer_but_all_that_training_needs(tmp_path, hf, elements):
+    critic = HFConfig.from_dict(json.loads(SHAPE.read_text()), head="value")
+    chosen = config(tmp_path, *PPO, ranks=4)
+    found = memory_plan(chosen, {"actor": hf, "critic": critic}, H200)
+    parts = {name: dict(stage) for name, stage in found.stages.items()}
+    values = elements - hf.vocab_size * hf.hidden_size + hf.hidden_size + 1
+    updates = {"critic weights": 2 * values, "critic gradients": 4 * values, "critic optimizer": 12 * values // 4}
+    assert parts["update"] == updates | {
+        "actor weights": 2 * elements,
+        "actor gradients": 4 * elements,
+        "actor optimizer": 12 * elements // 4,
+    }
+    assert parts["rollout"].keys() == {"vLLM", "actor weights", "actor optimizer", "critic weights", "critic optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("more", "releases", "left"),
+    [
+        # 41.9 for vLLM, of each role 14.2 of weights, 28.4 of gradients, 21.3 of states, 139.8 in all
+        ([], ((True, False), (True, False)), {"weights", "optimizer"}),
+        (["roles.critic.release_weights=always"], ((False, False), (True, True)), {"optimizer"}),
+        (["roles.critic.offload=[params,optimizer]"], ((False, False), (False, False)), {"gradients"}),
+        (["roles.critic.offload=[params,optimizer,grads]"], ((False, False), (True, False)), set()),
+        (["roles.rollout.gpu_memory_utilization=0.55"], ((True, True), (True, True)), {"optimizer"}),
+        (
+            ["roles.rollout.gpu_memory_utilization=0.55", "roles.critic.release_weights=never"],
+            ((True, True), (True, False)),
+            {"weights", "optimizer"},
+        ),
+        (["roles.rollout.gpu_memory_utilization=0.15", "cluster.ranks_per_node=16"], ((False,) * 2,) * 2, None),
+    ],
+)
+def test_a_critics_memory_goes_before_the_engine_wakes(tmp_path, hf, more, releases, left):
+    found = plan(tmp_path, hf, *PPO, "roles.critic={}", *more, ranks=4)
+    assert tuple(found.releases.values()) == releases
+    for stage in ("reshard", "rollout"):
+        held = {name.partition(" ")[2] for name, _ in found.stages[stage] if name.startswith("critic")}
+        assert held == (left if left is not None else {"weights", "gradients", "optimizer"})
+    assert "actor weights" in dict(found.stages["reshard"])
+    assert ("the critic drops gradients" in found.render()) == releases[1][0]
+
+
+def test_a_critic_that_does_not_fit_beside(tmp_path, hf):
+    text = refused(tmp_path, hf, *PPO, "roles.critic={release_weights: never}", total=80 * GIB, ranks=4)
+    assert "out of memory at reshard: " in text
+    assert "add params to roles.critic.offload=[], or add optimizer to roles.actor.offload=[], or add optimizer to" in text
 
 
 def test_host_memory_of_what_is_offloaded(tmp_path, hf, elements):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hybridflow.config.load import load
 from hybridflow.controller.torchrun import TorchrunTransport
 from hybridflow.controller.worker import Worker
-from hybridflow.roles.actor import Actor
+from hybridflow.roles.megatron import MegatronRole
 from hybridflow.roles.registry import build_roles
 from hybridflow.roles.rollout import Rollout
 from hybridflow.train import drive
@@ -25,13 +25,13 @@ def train(config_path: str, overrides: list[str], stale: str = "", stale_from: i
         stale_from: ... from this one on (counted from 0, the one of the first evaluation).
 
     Returns:
-        away: for each rollout, whether the actor's weights were away while the engine generated. On rank 0 also the metrics of
-        all steps, and what was printed.
+        away: for each rollout, whether the actor's weights were away while the engine generated, and critic_away: the critic's.
+        On rank 0 also the metrics of all steps, and what was printed.
     """
     config = load(config_path, overrides)
     transport = TorchrunTransport()
     roles = build_roles(config)
-    away = _watch(roles["rollout"], roles["actor"])
+    away = {name: _watch(roles["rollout"], roles[name]) for name in ("actor", "critic") if name in roles}
     if stale:
         _forget(roles["rollout"], stale, stale_from)
     worker = Worker(dist.get_rank(), roles)
@@ -44,18 +44,18 @@ def train(config_path: str, overrides: list[str], stale: str = "", stale_from: i
     else:
         transport.serve()
     worker.close()
-    found = {"away": away}
+    found = {"away": away["actor"], "critic_away": away.get("critic")}
     if dist.get_rank() == 0:
         metrics = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
         found |= {"steps": [json.loads(line) for line in metrics], "printed": printed.getvalue()}
     return found
 
 
-def _watch(rollout: Rollout, actor: Actor) -> list[bool]:
+def _watch(rollout: Rollout, role: MegatronRole) -> list[bool]:
     found, generate = [], rollout.generate
 
     def watched(*args, **kwargs):
-        found.append(weights_are_away(actor.parameters()))
+        found.append(weights_are_away(role.parameters()))
         return generate(*args, **kwargs)
 
     rollout.generate = watched

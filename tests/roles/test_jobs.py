@@ -73,6 +73,24 @@ def test_memory_that_leaves_changes_nothing(world, model, tmp_path):
     assert "warning" not in kept[0]["printed"] + gone[0]["printed"]
 
 
+@pytest.mark.timeout(2 * TIMEOUT)
+@pytest.mark.parametrize("how", ["release_weights: always, offload: [optimizer]", "offload: [params, grads, optimizer]"])
+def test_a_critics_memory_that_leaves_changes_nothing(world, model, tmp_path, how):
+    ppo = ["algorithm={name: ppo, kl_in: reward}", "run.steps=3", "evaluation.problems=0"]
+    critic = "roles.critic={{pp: 2, micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}{0}}}"
+    kept, expected = train(world, model, tmp_path / "kept", "bfloat16", *ppo, critic.format(""))
+    gone, found = train(world, model, tmp_path / "gone", "bfloat16", *ppo, critic.format(f", {how}"))
+    assert [rank["critic_away"] for rank in kept] == [[False] * 3] * 2
+    assert [rank["critic_away"] for rank in gone] == [[True] * 3] * 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    same = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "critic/explained_variance")
+    for with_all, without in zip(kept[0]["steps"], gone[0]["steps"], strict=True):
+        assert [with_all[name] for name in same] == [without[name] for name in same]
+        assert all(without[f"memory/peak_bytes/{phase}"] > 0 for phase in ("values", "update_critic", "make_room"))
+    assert kept[0]["steps"][1]["critic/loss"] > 0
+    assert "warning" not in kept[0]["printed"] + gone[0]["printed"]
+
+
 @pytest.mark.timeout(TIMEOUT + 60)
 def test_float32_weights_rest_on_the_host(world, model, tmp_path):
     overrides = ["roles.actor.offload=[params,grads,optimizer]", "run.steps=2", "roles.actor={tp: 1, pp: 2}"]
