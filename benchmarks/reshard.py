@@ -12,8 +12,8 @@ Random weights of the model's shapes, on GPUs where there are any, else on the C
 of vLLM's shapes, or with --engine the parameters of a vLLM engine in these processes. Baselines in the same run: `gathered`
 (each tensor broadcast over PP and all-gathered over TP or EP, every rank copying its slice) and with --engine `reload_weights`
 (the same stream through vLLM's own loader). Every result is verified bit by bit; exit status 1 if one is wrong. `--sweep` goes
-through the layouts of benchmarks/layouts/RANKS.txt, with `--only TP1` those of one rollout: on GPUs vLLM's sleep mode allows one
-engine in the life of a process. `--out X.json` also draws X.png.
+through the layouts of benchmarks/layouts/RANKS.txt, with `--only TP1` those of one rollout: on GPUs an engine lasts as long as
+its process. `--out X.json` also draws X.png.
 """
 
 import argparse
@@ -112,8 +112,8 @@ def read_inputs(arguments: argparse.Namespace, world: int) -> tuple[dict[str, An
     engines = {(pair.engines(hf, per_node), pair.rollout_ep): pair.rollout for pair in pairs}
     if arguments.engine and torch.cuda.is_available() and len(engines) > 1:
         raise ValueError(
-            f"{len(engines)} unlike engines (for {', '.join(engines.values())}), but vLLM's sleep mode allows one in the life of"
-            " a process on a GPU: run the benchmark once for each, with --only or a --sweep file of its own"
+            f"{len(engines)} unlike engines (for {', '.join(engines.values())}), but vLLM's sleep mode allows one in the life"
+            " of a process on a GPU: run the benchmark once for each, with --only or a --sweep file of its own"
         )
     return fields, hf, pairs
 
