@@ -44,11 +44,15 @@ THREE_D = Protocol("3d", split=True, collect=_holds_output, balance=True)
 MICRO_DP = Protocol("3d_all_micro_dp", split=True, collect=_holds_output)
 
 
-def remote(protocol: Protocol) -> Callable:
-    """Declares that a role's method can be called from the driver, and how its batches travel."""
+def remote(protocol: Protocol, giver: str = "") -> Callable:
+    """Declares that a role's method can be called from the driver, and how its batches travel.
+
+    `giver`: the method's first argument names another role, whose ranks take part: where they don't have this role, they run
+    that role's method of this name, with this role's name for the first argument.
+    """
 
     def declare(method: Callable) -> Callable:
-        method.protocol = protocol
+        method.protocol, method.giver = protocol, giver
         return method
 
     return declare

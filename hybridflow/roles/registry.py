@@ -2,6 +2,7 @@
 
 from hybridflow.config.schema import Config
 from hybridflow.controller.handle import RoleHandle, Transport
+from hybridflow.controller.placement import place
 from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Worker
 from hybridflow.roles.actor import Actor
@@ -19,9 +20,17 @@ def configured(config: Config) -> list[str]:
     return [name for name in ROLES if getattr(config.roles, name) is not None]
 
 
-def build_roles(config: Config) -> dict[str, Role]:
-    """Build this rank's part of every role. Collective: all ranks build in the same order."""
-    return {name: ROLES[name](name, config) for name in configured(config)}
+def build_roles(config: Config, rank: int) -> dict[str, Role]:
+    """Build this rank's part of every role that lives on it. Collective over its pool: all ranks build in the same order, and
+    those of the pool that a role leaves out help it to make its groups."""
+    placement = place(config)
+    pool, roles = placement.pools[placement.pool_of(rank)], {}
+    for name in configured(config):
+        if rank in placement.roles[name]:
+            roles[name] = ROLES[name](name, config)
+        elif placement.roles[name][0] in pool:
+            ROLES[name].stand_by(name, config)
+    return roles
 
 
 def layout_of(config: Config, name: str) -> Layout:
@@ -31,5 +40,6 @@ def layout_of(config: Config, name: str) -> Layout:
 
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
     """The driver's handles of all roles, and of the ranks themselves as `worker`."""
-    found = {name: RoleHandle(name, ROLES[name], layout_of(config, name), transport) for name in configured(config)}
+    placed = place(config).roles
+    found = {name: RoleHandle(name, ROLES[name], layout_of(config, name), transport, placed) for name in configured(config)}
     return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}
