@@ -37,7 +37,8 @@ SETTINGS = {
 }
 EMBEDDED_SETTINGS = {
     "RAY_AUTH_MODE": "token",  # whoever can talk to Ray can run code as this user
-    "RAY_memory_monitor_refresh_ms": "0",  # a job may fill the host's memory, as under torchrun
+    "RAY_memory_monitor_refresh_ms": "0",  # a job may fill the host's memory, as under torchrun,
+    "RAY_worker_niceness": "0",  # and its ranks are no less urgent than other processes
 }
 # For every rank: all GPUs of the node stay visible, numbered as Ray numbers them, so that peers can reach each other's.
 RANK_SETTINGS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -57,11 +58,14 @@ def launch(config: Config, device: str, config_path: str, overrides: list[str]) 
             raise ConfigError(
                 f"Ray's sockets cannot be in {folder}, whose name is too long: set TMPDIR to a shorter one, such as /tmp"
             )
-        command = [sys.executable, "-m", "hybridflow.ray_driver", "--config", config_path, *overrides]
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = settings(config) | {FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
         outer = environment(config, device, os.environ) | ours
-        return supervise(command, outer, "the driver")
+        return supervise(command(config_path, overrides), outer, "the driver")
+
+
+def command(config_path: str, overrides: list[str]) -> list[str]:
+    return [sys.executable, "-m", "hybridflow.ray_driver", "--config", config_path, *overrides]
 
 
 def main(arguments: list[str]) -> int:
@@ -71,6 +75,7 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     adopt_orphans()
     end_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _stop)
     try:
         run(load(parsed.config, parsed.overrides))
     except ConfigError as error:
@@ -90,10 +95,12 @@ def run(config: Config) -> None:
     """
     from hybridflow.controller.process import Process
     from hybridflow.controller.ray_cluster import connected
+    from hybridflow.controller.torchrun import quiet
 
+    quiet()
     device = chosen_device(config)
     with connected(config, device, os.environ[FOLDER], rank_environment(config, device)):
-        signal.signal(signal.SIGTERM, _stop)  # Ray has set its own
+        signal.signal(signal.SIGTERM, _stop)  # Ray has put its own in the place of ours
         transport = open_transport(config, device)
         built = transport.start(functools.partial(Process, config))
         try:
@@ -103,7 +110,7 @@ def run(config: Config) -> None:
             drive(config, transport)
             transport.close()
         except Exception as error:
-            transport.end([faults.describe(faults.DRIVER, f"the driver ({transport.phase() or 'start'})", error)])
+            transport.end([faults.describe(faults.DRIVER, transport.phase() or "the start", error)])
 
 
 def open_transport(config: Config, device: str) -> "RayTransport":
@@ -121,6 +128,8 @@ def open_transport(config: Config, device: str) -> "RayTransport":
     wanted = ray_cluster.asked(config, device)
     ray_cluster.check_size(config, wanted, ray.nodes())
     actors, seats = ray_cluster.seated(RankActor, ray_cluster.reserve(config, wanted), wanted, device)
+    if config.cluster.address:
+        print(ray_cluster.describe(seats, config.cluster.ranks_per_node), flush=True)
     host = ray.util.get_node_ip_address()
     return RayTransport(actors, seats, host, config.run.port)
 

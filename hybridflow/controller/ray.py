@@ -25,6 +25,7 @@ from hybridflow.controller.worker import Call
 BEAT = 5.0  # seconds between two signs of life of a rank
 SILENCE = 40.0  # seconds without one after which a rank counts as lost
 LAST_WORDS = 1.0  # seconds for what a dying rank printed to arrive, and for the faults of its peers
+_FIRST_BEAT = 300.0  # seconds until a rank must have imported what its first call needs
 _STORE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -229,7 +230,7 @@ class RayTransport:
                 now = store.add(_beats_of(rank), 0)
                 if now != beats:
                     heard[rank] = now, time.monotonic()
-                elif time.monotonic() - since > self._silence:
+                elif time.monotonic() - since > (self._silence if beats else _FIRST_BEAT):
                     self.end([self._silent(rank)])
 
     def _silent(self, rank: int) -> Fault:

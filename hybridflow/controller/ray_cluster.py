@@ -173,6 +173,16 @@ def seated(actor: type, group: PlacementGroup, wanted: Sequence[dict[str, float]
     return [one for one, _ in ordered], [seat for _, seat in ordered]
 
 
+def describe(seats: Sequence[Seat], ranks_per_node: int) -> str:
+    """Which machine is which node, a line for each: `node0: gpu-a (10.0.0.9), devices 0, 1`."""
+    lines = []
+    for number, start in enumerate(range(0, len(seats), ranks_per_node)):
+        here = seats[start : start + ranks_per_node]
+        devices = ", ".join(str(seat.device) for seat in here)
+        lines.append(f"node{number}: {here[0].host} ({here[0].ip}), devices {devices}")
+    return "\n".join(lines)
+
+
 def _in_order(bundle: list[tuple[Any, Seat]]) -> list[tuple[Any, Seat]]:
     """A node's actors by their GPU; on a CPU they get numbers."""
     if bundle[0][1].device < 0:
@@ -183,11 +193,11 @@ def _in_order(bundle: list[tuple[Any, Seat]]) -> list[tuple[Any, Seat]]:
 def seat_here(device: str) -> Seat:
     """The seat of the actor that calls this; its device is -1 on a CPU, where an actor has no number of its own."""
     context = ray.get_runtime_context()
-    number = _gpu_index(context.get_accelerator_ids()["GPU"][0]) if device == "cuda" else -1
+    number = gpu_index(context.get_accelerator_ids()["GPU"][0]) if device == "cuda" else -1
     return Seat(socket.gethostname(), ray.util.get_node_ip_address(), context.get_node_id(), number)
 
 
-def _gpu_index(gpu: str) -> int:
+def gpu_index(gpu: str) -> int:
     """Ray numbers GPUs as CUDA_VISIBLE_DEVICES of its node does; CUDA counts the visible ones from 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(gpu) if visible else int(gpu)
