@@ -37,8 +37,11 @@ SETTINGS = {
 }
 EMBEDDED_SETTINGS = {
     "RAY_AUTH_MODE": "token",  # whoever can talk to Ray can run code as this user
-    "RAY_memory_monitor_refresh_ms": "0",  # a job may fill the host's memory, as under torchrun,
-    "RAY_worker_niceness": "0",  # and its ranks are no less urgent than other processes
+    # as under torchrun a job may fill the host's memory, and its ranks are neither less urgent than other processes nor the
+    # first that the kernel ends when memory runs out
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_worker_oom_score_adjustment": "0",
 }
 # For every rank: all GPUs of the node stay visible, numbered as Ray numbers them, so that peers can reach each other's.
 RANK_SETTINGS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -154,7 +154,7 @@ def chosen_device(config: Config) -> str:
         return config.cluster.device
     import torch
 
-    return "cuda" if config.cluster.address or torch.cuda.is_available() else "cpu"
+    return "cuda" if config.cluster.address or torch.cuda.device_count() else "cpu"
 
 
 def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) -> str:

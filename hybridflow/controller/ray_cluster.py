@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -60,7 +60,7 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
             ray.init(num_cpus=ranks, num_gpus=gpus, **own, **common)
     except ConnectionError as error:
         raise ConfigError(f"cluster.address={address}: no Ray cluster answers there: {_first_line(error)}") from error
-    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+    worker._worker_logs_enabled = False  # Ray's own printer, which also has remarks of the raylet
     global_worker_stdstream_dispatcher.add_handler("hybridflow", _show)
     try:
         yield
@@ -74,8 +74,8 @@ def _keep_to_this_host() -> None:
 
 
 def _show(data: dict[str, Any]) -> None:
-    """What ranks print, as they print it; Ray's own remarks about them (`raylet`, `autoscaler`) are left to its log files."""
-    if isinstance(data["pid"], int) or str(data["pid"]).isdigit():
+    """What ranks print, as they print it; what Ray's own processes say (pid `raylet`, `autoscaler`) is left to its log files."""
+    if str(data["pid"]).isdigit():
         print("\n".join(data["lines"]), file=sys.stderr if data["is_err"] else sys.stdout, flush=True)
 
 
