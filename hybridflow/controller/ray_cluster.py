@@ -74,7 +74,7 @@ def _keep_to_this_host() -> None:
 
 
 def _show(data: dict[str, Any]) -> None:
-    """What ranks print, as they print it; what Ray's own processes say (pid `raylet`, `autoscaler`) is left to its log files."""
+    """What ranks print, as they print it; what Ray's processes say (pid `raylet`, `autoscaler`) is left to its log files."""
     if str(data["pid"]).isdigit():
         print("\n".join(data["lines"]), file=sys.stderr if data["is_err"] else sys.stdout, flush=True)
 

@@ -129,8 +129,8 @@ def test_passes_with(tmp_path, model, overrides):
         ),
         (
             ["cluster.launcher=ray", "cluster.nodes=2"],
-            "cluster.nodes=2, but without cluster.address Ray is started on this machine alone: start a cluster (ray start --head,"
-            " and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379",
+            "cluster.nodes=2, but without cluster.address Ray is started on this machine alone: start a cluster (ray start"
+            " --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379",
         ),
         (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node1: {big: 1}}"],
