@@ -7,6 +7,7 @@ import argparse
 import functools
 import os
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -146,6 +147,7 @@ def rank_environment(config: Config, device: str) -> dict[str, str]:
 def _stop(number: int, frame: Any) -> None:
     """Nothing of an embedded Ray outlives this process, even where nobody watches any more; a cluster ends its part itself."""
     kill_descendants(set())
+    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
     os._exit(1)
 
 

@@ -1,4 +1,5 @@
-"""The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host, one of them under Ray as well, and a killed rank."""
+"""The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host and one of them on Ray,
+and a killed rank."""
 
 import json
 import math

@@ -169,6 +169,8 @@ def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) ->
 
     from hybridflow.planner.memory import check_fits, gpu_total, memory_plan
 
+    if config.cluster.address:  # the nodes are other machines than this
+        return memory_plan(config, models, None).render()
     plan = memory_plan(config, models, gpu_total())
     check_fits(config, models, plan, psutil.virtual_memory().total)
     return plan.render()
@@ -298,6 +300,8 @@ def _check_launcher(config: Config) -> None:
             f"cluster.{key}, but without cluster.address Ray is started on this machine alone: start a cluster"
             " (ray start --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379"
         )
+    if "://" in c.address:
+        raise ConfigError(f"cluster.address={c.address} is of Ray's client protocol: use HOST:PORT of the cluster, or auto")
     for node, amounts in c.resources.items():
         _check_resources(f"cluster.resources.{node}", node, amounts, c.nodes)
 

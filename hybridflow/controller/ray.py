@@ -1,6 +1,7 @@
 """The Ray launcher's transport: the driver is a process of its own, and every rank an actor that runs its calls in order."""
 
 import collections
+import contextlib
 import datetime
 import os
 import socket
@@ -137,7 +138,7 @@ class RayTransport:
             answers += [self._expect(rank, "joining the job", joined)]
             answers += [self._expect(rank, "building the roles (engine start, model load)", actor.build.remote())]
         threading.Thread(target=self._listen, daemon=True).start()
-        return lambda: self._await(answers)
+        return lambda: self._await(answers, say=False)  # ranks themselves say what they wait for
 
     def submit(self, calls: dict[int, Call]) -> Callable[[], dict[int, Any]]:
         """Send every rank its call and return the wait for the replies.
@@ -179,10 +180,10 @@ class RayTransport:
         self._open[ref] = _Answer(rank, where)
         return self._open[ref]
 
-    def _await(self, answers: Sequence[_Answer]) -> None:
+    def _await(self, answers: Sequence[_Answer], say: bool = True) -> None:
         for answer in answers:
             if not answer.there:
-                with waiting(f"{answer.where} on rank {answer.rank}"):
+                with waiting(f"{answer.where} on rank {answer.rank}") if say else contextlib.nullcontext():
                     while not answer.there:
                         self._take(1.0)
 
@@ -212,11 +213,17 @@ class RayTransport:
         return None
 
     def _died(self, answer: _Answer, error: ray.exceptions.RayError) -> Fault:
+        host = self._seats[answer.rank].host
+        if isinstance(
+            error, ray.exceptions.RayTaskError
+        ):  # outside the call itself: a result that cannot be pickled, an import
+            start = f"rank {answer.rank} on {host} failed in {answer.where}:"
+            return Fault(answer.rank, f"{start} {_last_line(error)}", False, time.time(), f"{start}\n{error}")
         detail = str(error).partition("Worker exit detail: ")[2] or str(error)
         reason = " ".join(detail.partition("Some common causes")[0].partition("There are some potential")[0].split())
         return _lost(
             answer.rank,
-            f"rank {answer.rank} on {self._seats[answer.rank].host} died in {answer.where}: its process was killed or crashed,"
+            f"rank {answer.rank} on {host} died in {answer.where}: its process was killed or crashed,"
             f" or the machine ran out of memory ({reason})",
         )
 
@@ -240,6 +247,10 @@ class RayTransport:
             f"rank {rank} on {self._seats[rank].host} gave no sign of life for {self._silence:g} s in {at}:"
             " its process is stopped, or its machine out of reach",
         )
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2]
 
 
 def _lost(rank: int, line: str) -> Fault:

@@ -51,7 +51,8 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
     address = config.cluster.address
     try:
         if address:
-            ray.init(address=address, runtime_env={"env_vars": environment}, **common)
+            with waiting(f"the Ray cluster at {address} to answer"):
+                ray.init(address=address, runtime_env={"env_vars": environment}, **common)
         else:
             _keep_to_this_host()
             ranks = config.cluster.ranks_per_node

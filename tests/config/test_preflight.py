@@ -133,6 +133,10 @@ def test_passes_with(tmp_path, model, overrides):
             " --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379",
         ),
         (
+            ["cluster.launcher=ray", "cluster.address=ray://a:1"],
+            "cluster.address=ray://a:1 is of Ray's client protocol: use HOST:PORT of the cluster, or auto",
+        ),
+        (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node1: {big: 1}}"],
             "cluster.resources.node1: cluster.nodes=1 are node0",
         ),

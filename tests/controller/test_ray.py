@@ -245,6 +245,19 @@ def test_more_than_there_is(config):
     ray_cluster.check_size(wanted, asked, [*nodes, node("d", CPU=8, GPU=8)])
 
 
+def test_others_use_the_cluster(config, monkeypatch):
+    class Taken:
+        def wait(self, seconds: float) -> bool:
+            assert seconds <= 10
+            return False
+
+    monkeypatch.setattr(ray_cluster, "placement_group", lambda bundles, strategy: Taken())
+    monkeypatch.setattr(ray_cluster.ray, "available_resources", lambda: {"GPU": 3.0, "CPU": 60.0})
+    wanted = load(config, ["cluster.nodes=2", "cluster.ranks_per_node=8", "cluster.address=a:1", "cluster.device=cuda"])
+    with pytest.raises(ray_cluster.PlacementTimeout, match="a:1 did not give 16 GPUs on 2 nodes within 10 s: 3 GPUs are free"):
+        ray_cluster.reserve(wanted, ray_cluster.asked(wanted, "cuda"))
+
+
 def test_nodes_of_different_kinds(config):
     overrides = ["cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.address=a:1", "cluster.resources={node0: {H200: 2}}"]
     wanted = load(config, overrides)
