@@ -15,9 +15,9 @@ from typing import Any
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
-from hybridflow.config.own_class import load_class
+from hybridflow.config.own_class import load_class, load_role
 from hybridflow.config.run_folder import check_run_folder
-from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
+from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -123,6 +123,9 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     check_data(config)
     if ":" in config.algorithm.name:
         load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
+    for name, role in config.megatron_roles().items():
+        if role.implementation:
+            load_role(f"roles.{name}.implementation", role.implementation, ROLE_METHODS.get(name, ()))
     return models
 
 

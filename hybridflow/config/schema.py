@@ -14,6 +14,12 @@ from megatron_ext.layout import Layout, Split
 
 ALGORITHMS = ("grpo", "ppo", "remax")
 ALGORITHM_METHODS = ("prepare", "step")  # of a class of the user's own
+_TRAINED_METHODS = ("start_training", "update", "make_room", "release_weights", "restore", "export")
+ROLE_METHODS = {  # that a run calls, of a class of the user's own
+    "actor": ("log_probs", *_TRAINED_METHODS),
+    "critic": ("values", "copy_from", *_TRAINED_METHODS),
+    "reference": ("log_probs", "copy_from"),
+}
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -78,6 +84,9 @@ class MegatronRoleConfig:
     """A role that lives in Megatron-core: where, in which layout, and how much it takes at once."""
 
     ranks: Any = "all"  # all | [0, 1] | ["node0:[0,1]", ...]
+    # a class of your own in place of hybridflow.roles' (usually derived from it), in the working directory or where Python finds
+    # packages: package.module:Class. What the driver may call declares its transfer protocol (controller/protocols.py)
+    implementation: str = ""
     tp: int = 1
     pp: int = 1
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)

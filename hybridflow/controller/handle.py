@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hybridflow.batch import Batch
+from hybridflow.controller.protocols import Protocol as TransferProtocol
 from hybridflow.controller.protocols import Split, split
 from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Call
@@ -50,24 +51,32 @@ class RoleHandle:
             raise AttributeError(f"{self._role.__name__} has no remote method {method!r}")
 
         def call(*args: Any, **kwargs: Any) -> Future:
-            collecting = protocol.collecting_ranks(self.layout)
-            parts = split(args[0], self.layout.dp, protocol.balance) if protocol.split else None
+            shares, collecting = protocol.shares(self.layout), protocol.collecting_ranks(self.layout)
+            parts, share_args = _distribute(f"{self.name}.{method}", protocol, max(shares) + 1, args)
 
             @functools.cache  # ranks with the same share get the same object, which is serialised once
-            def share(dp: int, reply: bool) -> Call:
-                shared_args = args if parts is None else (parts.shards[dp], *args[1:])
-                return Call(self.name, method, shared_args, kwargs, reply, self._transport.phase())
+            def share(number: int, reply: bool) -> Call:
+                return Call(self.name, method, share_args[number], kwargs, reply, self._transport.phase())
 
-            calls = {
-                rank: share(self.layout.coordinates(rank).dp if parts else 0, rank in collecting)
-                for rank in range(self.layout.world_size)
-            }
-            wait = self._transport.submit(calls)
-            if parts:  # in the order of the shards, which an engine's ranks need not be in
-                collecting = sorted(collecting, key=lambda rank: self.layout.coordinates(rank).dp)
+            wait = self._transport.submit({rank: share(number, rank in collecting) for rank, number in enumerate(shares)})
             return Future(wait, lambda replies: _merge(parts, [replies[rank] for rank in collecting]))
 
         return call
+
+
+def _distribute(what: str, protocol: TransferProtocol, count: int, args: tuple) -> tuple[Split | None, list[tuple]]:
+    """The arguments of each of `count` shares, and the split of the first one where it is a batch that was cut.
+
+    Raises:
+        ValueError: not one argument, or not one list of rows, for each share.
+    """
+    if protocol.share is None:
+        return None, [args]
+    parts = split(args[0], count, protocol.cut) if protocol.cut else None
+    firsts = parts.shares if parts else args[0]
+    if len(firsts) != count:
+        raise ValueError(f"{what} by protocol {protocol.name}: {len(firsts)} shares for {count}: one is needed for each")
+    return parts, [(first, *args[1:]) for first in firsts]
 
 
 def _merge(parts: Split | None, results: list) -> Any:

@@ -1,6 +1,7 @@
 """From the config to the roles of a rank."""
 
-from hybridflow.config.schema import Config
+from hybridflow.config.own_class import load_role
+from hybridflow.config.schema import ROLE_METHODS, Config
 from hybridflow.controller.handle import RoleHandle, Transport
 from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Worker
@@ -19,9 +20,15 @@ def configured(config: Config) -> list[str]:
     return [name for name in ROLES if getattr(config.roles, name) is not None]
 
 
+def role_class(config: Config, name: str) -> type[Role]:
+    """The one of this package, or of the user's own (`roles.X.implementation`)."""
+    path = getattr(getattr(config.roles, name), "implementation", "")
+    return load_role(f"roles.{name}.implementation", path, ROLE_METHODS.get(name, ())) if path else ROLES[name]
+
+
 def build_roles(config: Config) -> dict[str, Role]:
     """Build this rank's part of every role. Collective: all ranks build in the same order."""
-    return {name: ROLES[name](name, config) for name in configured(config)}
+    return {name: role_class(config, name)(name, config) for name in configured(config)}
 
 
 def layout_of(config: Config, name: str) -> Layout:
@@ -31,5 +38,7 @@ def layout_of(config: Config, name: str) -> Layout:
 
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
     """The driver's handles of all roles, and of the ranks themselves as `worker`."""
-    found = {name: RoleHandle(name, ROLES[name], layout_of(config, name), transport) for name in configured(config)}
+    found = {
+        name: RoleHandle(name, role_class(config, name), layout_of(config, name), transport) for name in configured(config)
+    }
     return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}

@@ -10,6 +10,7 @@ from hybridflow.batch import Batch
 from hybridflow.config import preflight
 from hybridflow.config.own_class import load_class
 from hybridflow.config.schema import ALGORITHM_METHODS, ConfigError
+from hybridflow.roles.registry import handles
 from tests.algorithms.fakes import fake_run, problems
 from tests.config.folders import write_model
 
@@ -168,6 +169,38 @@ def test_an_algorithm_of_ones_own(tmp_path, monkeypatch):
     preflight.check(run.config, run_folder=False)
     make_algorithm(run).step(problems(3))
     assert run.metrics["mine"] == 3 and run.critic is not None
+
+
+MY_ROLE = """
+from hybridflow.controller.protocols import PP_ONLY, THREE_D, remote
+from hybridflow.roles.reference import Reference
+
+
+class Mine(Reference):
+    @remote(PP_ONLY)
+    def stage(self):
+        pass
+
+
+class Silent(Reference):
+    def log_probs(self, batch):
+        pass
+"""
+
+
+def test_a_role_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_roles.py").write_text(MY_ROLE)
+    for name in ("Mine", "Silent"):
+        reference = f"roles.reference={{implementation: 'my_roles:{name}'}}"
+        run, _ = fake_run(tmp_path, "algorithm.kl_coefficient=0.1", "run.overwrite=true", reference)
+        if name == "Silent":
+            with pytest.raises(ConfigError, match="Silent': the method log_probs declares no transfer protocol"):
+                preflight.check(run.config, run_folder=False)
+            continue
+        preflight.check(run.config, run_folder=False)
+        handle = handles(run.config, transport=None)["reference"]
+        assert callable(handle.stage) and callable(handle.log_probs)
 
 
 @pytest.mark.parametrize(
