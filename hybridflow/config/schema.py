@@ -84,8 +84,8 @@ class MegatronRoleConfig:
     """A role that lives in Megatron-core: where, in which layout, and how much it takes at once."""
 
     ranks: Any = "all"  # all | [0, 1] | ["node0:[0,1]", ...]
-    # a class of your own in place of hybridflow.roles' (usually derived from it), in the working directory or where Python finds
-    # packages: package.module:Class. What the driver may call declares its transfer protocol (controller/protocols.py)
+    # a class of your own in place of the one in hybridflow/roles, usually derived from it, in the working directory or where
+    # Python finds packages: package.module:Class. Its remote methods declare a transfer protocol (controller/protocols.py)
     implementation: str = ""
     tp: int = 1
     pp: int = 1

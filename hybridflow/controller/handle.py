@@ -8,7 +8,7 @@ from hybridflow.batch import Batch
 from hybridflow.controller.protocols import Protocol as TransferProtocol
 from hybridflow.controller.protocols import Split, split
 from hybridflow.controller.role import Role
-from hybridflow.controller.worker import Call
+from hybridflow.controller.worker import Call, Reply
 from megatron_ext.layout import Layout
 
 
@@ -17,23 +17,30 @@ class Transport(Protocol):
 
     phase: Callable[[], str]
 
-    def submit(self, calls: dict[int, Call]) -> "Callable[[], dict[int, Any]]":
+    def submit(self, calls: dict[int, Call]) -> "Callable[[], dict[int, Reply]]":
         """Start one call per rank; the returned function waits for the results of those that reply."""
 
 
 class Future:
-    """The result of a call that may still be running."""
+    """The result of a call that may still be running.
 
-    def __init__(self, wait: Callable[[], dict[int, Any]], merge: Callable[[dict[int, Any]], Any]):
+    Attributes:
+        seconds: once the result is there, how long the slowest of the replying ranks was at the call, from when it was free
+            for it until it was done.
+    """
+
+    def __init__(self, wait: Callable[[], dict[int, Reply]], merge: Callable[[dict[int, Any]], Any]):
         self._wait, self._merge = wait, merge
         self._done, self._result = False, None
+        self.seconds = 0.0
 
     def result(self) -> Any:
         """Wait for the call. Batches come back as one batch in the caller's order, anything else as a list with one
         result per collecting rank."""
         if not self._done:
             replies = self._wait()
-            self._result = self._merge(replies)
+            self._result = self._merge({rank: reply.result for rank, reply in replies.items()})
+            self.seconds = max(reply.seconds for reply in replies.values())
             self._done = True
         return self._result
 

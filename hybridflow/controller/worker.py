@@ -1,6 +1,7 @@
 """A rank's side of the controller: it holds the roles that live on the rank and runs the calls that reach it."""
 
 import gc
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,14 @@ class Call:
         return f"{self.role}.{self.method}{self.phase and f' ({self.phase})'}"
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What a call gave on a rank, and the seconds that the rank was at it: its wait behind other calls is not among them."""
+
+    result: Any
+    seconds: float
+
+
 class Worker:
     """Runs calls on the roles of this rank, and notes the memory in use after each (`memory()`)."""
 
@@ -39,15 +48,17 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    def execute(self, call: Call) -> Any:
+    def execute(self, call: Call) -> Reply:
+        start = time.monotonic()
         if call.role == "worker":
-            return getattr(self, call.method)(*call.args, **call.kwargs)
+            result = getattr(self, call.method)(*call.args, **call.kwargs)
+            return Reply(result, time.monotonic() - start)
         role = self.roles[call.role]
         with role.context():
             result = getattr(role, call.method)(*call.args, **call.kwargs)
             phase = f"{call.role}.{call.method}"
             self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
-        return result
+        return Reply(result, time.monotonic() - start)
 
     @remote(ONE_TO_ALL)
     def memory(self) -> dict[str, int]:

@@ -17,23 +17,30 @@ RESPONSE = 3  # tokens
 
 
 class Answered:
-    def __init__(self, value):
-        self._value = value
+    """A call's answer, which is waited for by `result`; that is written down among the calls as the wait for `name`."""
+
+    seconds = 0.25
+
+    def __init__(self, value, wait: Callable[[], None] = lambda: None):
+        self._value, self._wait = value, wait
 
     def result(self):
+        self._wait()
         return self._value
 
 
 class FakeRole:
-    """Every method can be called; `answers` has what some return."""
+    """Every method can be called; `answers` has what some return. `waits`: where the waits for answers are noted as well."""
 
     def __init__(self, name: str, calls: list, answers: dict[str, Callable]):
         self._name, self._calls, self._answers = name, calls, answers
+        self.waits: list | None = None
 
     def __getattr__(self, method: str):
         def call(*args, **kwargs):
             self._calls.append((f"{self._name}.{method}", args))
-            return Answered(self._answers.get(method, lambda *args, **kwargs: None)(*args, **kwargs))
+            answer = self._answers.get(method, lambda *args, **kwargs: None)(*args, **kwargs)
+            return Answered(answer, lambda: self.waits is not None and self.waits.append((f"wait {self._name}.{method}", ())))
 
         return call
 

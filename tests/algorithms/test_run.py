@@ -1,5 +1,8 @@
 """What happens on the driver: metric sums, memory notes, values per token; and what an algorithm asks of its roles."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -91,6 +94,34 @@ def test_ppos_batches_hold_gae_of_the_token_rewards(tmp_path):
         torch.testing.assert_close(critics.rows("returns")[row], returns)
         advantages = torch.where(critics.rows("loss_mask")[row], returns - 0.5, 0.0)
         torch.testing.assert_close(actors.rows("advantages")[row], advantages)
+
+
+def test_what_does_not_depend_on_each_other_is_started_before_any_of_it_is_waited_for(tmp_path):
+    overrides = ["algorithm={name: ppo, kl_coefficient: 0.1}", "batch.mini_batches=2"]
+    run, calls = fake_run(tmp_path, *overrides)
+    for role in (run.actor, run.reference, run.critic, run.rollout):
+        role.waits = calls
+    asked, score = threading.Event(), run.scorer.score
+
+    def slow(items):
+        assert asked.wait(10)  # the scorers are at work while the critic is called ...
+        time.sleep(0.05)
+        return score(items)
+
+    run.scorer.score = slow
+    values = run.critic._answers["values"]
+    run.critic._answers["values"] = lambda batch: asked.set() or values(batch)
+    run.begin_step()
+    samples = run.sample(problems(2), 4)
+    del calls[:]
+    samples = run.assess(problems(2), samples)
+    verbs = ["reference.log_probs", "actor.log_probs", "critic.values"]
+    assert names(calls) == [*verbs, *(f"wait {verb}" for verb in verbs)]
+    assert {"rewards", "log_probs", "reference_log_probs", "values", "rollout_log_probs"} < set(samples.names)
+    seconds = run.recorder.seconds()
+    assert seconds["reward"] >= 0.05  # ... and their time is their own
+    # a role's is what its ranks were at, not what the driver waited for
+    assert [seconds[phase] for phase in ("reference", "log_probs", "values")] == [0.25] * 3
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])

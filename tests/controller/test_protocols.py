@@ -24,6 +24,7 @@ from hybridflow.controller.protocols import (
     split,
 )
 from hybridflow.controller.role import Role
+from hybridflow.controller.worker import Reply
 from hybridflow.rollout.grouping import EngineLayout
 from megatron_ext.layout import Layout
 
@@ -100,7 +101,7 @@ class Ranks:
             role.rank, role.layout = rank, self._layout
             result = getattr(role, call.method)(*call.args, **call.kwargs)
             if call.reply:
-                replies[rank] = result
+                replies[rank] = Reply(result, seconds=float(rank))
         return lambda: replies
 
 
@@ -187,6 +188,13 @@ def test_engines_of_ranks_in_any_order_get_one_share_each_and_give_it_back_in_th
     found = {rank: share["rewards"].tolist() for rank, share in given.items()}
     assert found == {0: [2.0, 3.0], 1: [0.0, 1.0], 2: [2.0, 3.0], 3: [0.0, 1.0]}
     assert torch.equal(merged["rewards"], whole["rewards"])
+
+
+def test_a_calls_seconds_are_those_of_the_slowest_rank_that_replies():
+    layout = Layout(8, tp=2, pp=2)
+    pending = RoleHandle("toy", Toy, layout, Ranks(Toy, layout)).scalars(batch([2, 1, 3]))
+    pending.result()
+    assert pending.seconds == 6
 
 
 def test_one_argument_is_needed_for_each_rank():
