@@ -45,7 +45,7 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
     rank_samples = -(-mini_batch // layout.dp)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     micro_batches = _micro_batches(rank_samples, actor.micro_batch_tokens, longest)
-    engines = config.world_size // config.roles.rollout.tp
+    engines = len(config.ranks("rollout")) // config.roles.rollout.tp
     optimizer_steps = batch.mini_batches * config.algorithm.epochs
     at_most = "at most " if samples % batch.mini_batches else ""
     rungs = (

@@ -18,6 +18,7 @@ from hybridflow.config.model_folder import check_model_folder
 from hybridflow.config.own_class import load_class, load_role
 from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
+from hybridflow.controller.placement import place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -181,11 +182,6 @@ def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
 def _check_not_yet(config: Config) -> None:
     if config.cluster.launcher == "ray":
         raise ConfigError("cluster.launcher=ray is not supported yet: use torchrun")
-    everywhere = list(range(config.world_size))
-    roles = {**config.megatron_roles(), "rollout": config.roles.rollout}
-    for name, role in roles.items():
-        if role.ranks not in ("all", everywhere):
-            raise ConfigError(f"roles.{name}.ranks={role.ranks}: roles on a part of the ranks are not supported yet: use all")
     for name, role in config.megatron_roles().items():
         if role.cp > 1:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
@@ -261,7 +257,7 @@ def _check_optimizer(key: str, o: OptimizerConfig) -> None:
 
 
 def _check_cluster(config: Config) -> None:
-    """The layouts fit the processes that the config asks for, and those are the processes that torchrun started."""
+    """The roles fit the processes that the config asks for, and those are the processes that torchrun started."""
     c, world = config.cluster, config.world_size
     started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else world
     if started != world:
@@ -269,21 +265,13 @@ def _check_cluster(config: Config) -> None:
             f"torchrun started {started} processes, but cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node}"
             f" = {world}: start {world}, or change these keys"
         )
+    try:
+        place(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for name, role in config.megatron_roles().items():
-        needed = role.tp * role.pp * role.cp
-        if world % needed:
-            have = f"cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node} = {world} processes"
-            what = "are fewer than" if world < needed else "are not a multiple of"
-            raise ConfigError(
-                f"{have} {what} roles.{name}.tp={role.tp} x pp={role.pp} x cp={role.cp} = {needed}:"
-                " change cluster.ranks_per_node or the layout"
-            )
         if role.vpp > 1 and role.pp == 1:
             raise ConfigError(f"roles.{name}.vpp={role.vpp} needs a pipeline, but roles.{name}.pp=1: use vpp=1 or a larger pp")
-    tp, ranks = config.roles.rollout.tp, c.ranks_per_node
-    if ranks % tp:
-        divisors = _either([n for n in range(1, ranks + 1) if ranks % n == 0])
-        raise ConfigError(f"roles.rollout.tp={tp} does not divide cluster.ranks_per_node={ranks}: use {divisors}")
 
 
 def _check_offload(config: Config) -> None:

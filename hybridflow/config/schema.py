@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from hybridflow.controller.placement import Ranks, parse_ranks
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
 
@@ -83,7 +84,8 @@ class SplitConfig:
 class MegatronRoleConfig:
     """A role that lives in Megatron-core: where, in which layout, and how much it takes at once."""
 
-    ranks: Any = "all"  # all | [0, 1] | ["node0:[0,1]", ...]
+    # all | [0, 1] or ["0-3"] | ["node0:[0,1]", ...] (controller/placement.py). Roles may share their ranks, or some of them
+    ranks: Any = "all"
     # a class of your own in place of the one in hybridflow/roles, usually derived from it, in the working directory or where
     # Python finds packages: package.module:Class. Its remote methods declare a transfer protocol (controller/protocols.py)
     implementation: str = ""
@@ -137,9 +139,9 @@ class ReferenceConfig(MegatronRoleConfig):
 
 @dataclass
 class RolloutConfig:
-    """vLLM in the training processes; it always runs the actor's weights."""
+    """vLLM in the training processes, or on ranks of its own; it always runs the actor's weights."""
 
-    ranks: Any = "all"
+    ranks: Any = "all"  # as above; where it shares ranks with other roles it needs all the ranks that those share
     tp: int = 1
     dtype: Dtype | None = None
     expert_parallel: bool = False
@@ -294,18 +296,24 @@ class Config:
         """Those of them that have an optimizer."""
         return {name: role for name, role in self.megatron_roles().items() if isinstance(role, TrainedConfig)}
 
+    def ranks(self, role: str) -> Ranks:
+        """The global ranks of a role; ValueError where `roles.X.ranks` can't be had."""
+        wanted = getattr(self.roles, role).ranks
+        return parse_ranks(f"roles.{role}.ranks", wanted, self.cluster.nodes, self.cluster.ranks_per_node)
+
     def read_model(self, role: str) -> HFConfig:
         """The `config.json` of a role's model."""
         return HFConfig.from_folder(self.model_path(role), head="value" if role == "critic" else "lm")
 
     def layout(self, role: str) -> Layout:
-        """The layout of a role over all ranks; the rollout's ranks beyond an engine's tp count as dp."""
+        """The layout of a role over its ranks; the rollout's ranks beyond an engine's tp count as dp."""
+        count = len(self.ranks(role))
         if role == "rollout":
-            return Layout(self.world_size, self.roles.rollout.tp)
+            return Layout(count, self.roles.rollout.tp)
         r = self.megatron_roles()[role]
         sequence_parallel = r.sequence_parallel and r.tp > 1
         split = Split(tuple(r.split.stages), r.split.embedding, r.split.loss)
-        return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
+        return Layout(count, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
 
     def model_path(self, role: str) -> str:
         override = self.megatron_roles()[role].model if role != "rollout" else self.roles.actor.model

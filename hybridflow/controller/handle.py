@@ -1,7 +1,7 @@
 """The driver's side: role handles whose methods run on the role's ranks and return futures."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hybridflow.batch import Batch
@@ -48,12 +48,22 @@ class Future:
 class RoleHandle:
     """`handle.method(...)` calls a method that the role class declares with `@remote`, on all ranks of the role."""
 
-    def __init__(self, name: str, role: type[Role], layout: Layout, transport: Transport):
+    def __init__(
+        self,
+        name: str,
+        role: type[Role],
+        layout: Layout,
+        transport: Transport,
+        placed: Mapping[str, Sequence[int]] | None = None,
+    ):
+        """`placed`: the global ranks of all roles; without it this one has the ranks 0, 1, 2, ..."""
         self.name, self.layout = name, layout
-        self._role, self._transport = role, transport
+        self._role, self._transport, self._placed = role, transport, placed or {}
+        self._ranks = self._placed.get(name, range(layout.world_size))
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
-        protocol = getattr(getattr(self._role, method, None), "protocol", None)
+        declared = getattr(self._role, method, None)
+        protocol = getattr(declared, "protocol", None)
         if protocol is None:
             raise AttributeError(f"{self._role.__name__} has no remote method {method!r}")
 
@@ -65,10 +75,19 @@ class RoleHandle:
             def share(number: int, reply: bool) -> Call:
                 return Call(self.name, method, share_args[number], kwargs, reply, self._transport.phase())
 
-            wait = self._transport.submit({rank: share(number, rank in collecting) for rank, number in enumerate(shares)})
-            return Future(wait, lambda replies: _merge(parts, [replies[rank] for rank in collecting]))
+            calls = {self._ranks[at]: share(number, at in collecting) for at, number in enumerate(shares)}
+            if declared.giver:
+                calls |= self._givers(declared.giver, args, kwargs)
+            wait = self._transport.submit(calls)
+            return Future(wait, lambda replies: _merge(parts, [replies[self._ranks[at]] for at in collecting]))
 
         return call
+
+    def _givers(self, method: str, args: tuple, kwargs: dict[str, Any]) -> dict[int, Call]:
+        """The calls of the ranks that have only the role that gives, the first argument: `method` with the taker's name."""
+        giver, *others = args
+        call = Call(giver, method, (self.name, *others), kwargs, reply=False, phase=self._transport.phase())
+        return {rank: call for rank in self._placed.get(giver, ()) if rank not in self._ranks}
 
 
 def _distribute(what: str, protocol: TransferProtocol, count: int, args: tuple) -> tuple[Split | None, list[tuple]]:

@@ -109,11 +109,15 @@ ALL_TO_ALL = register(Protocol("all_to_all",      _each,      _every_rank))
 # fmt: on
 
 
-def remote(protocol: Protocol) -> Callable:
-    """Declares that a role's method can be called from the driver, and how its first argument and its results travel."""
+def remote(protocol: Protocol, giver: str = "") -> Callable:
+    """Declares that a role's method can be called from the driver, and how its first argument and its results travel.
+
+    `giver`: the method's first argument names another role, whose ranks take part: where they don't have this role, they run
+    that role's method of this name, with this role's name for the first argument.
+    """
 
     def declare(method: Callable) -> Callable:
-        method.protocol = protocol
+        method.protocol, method.giver = protocol, giver
         return method
 
     return declare

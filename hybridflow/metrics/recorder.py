@@ -25,6 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hybridflow.config.load import save
 from hybridflow.config.run_folder import prepare_run_folder
 from hybridflow.config.schema import Config
+from hybridflow.controller.placement import place
 from hybridflow.metrics.console import Console
 from hybridflow.metrics.plot import plot_reward
 from hybridflow.metrics.summary import Evaluation, History, summarize
@@ -55,6 +56,7 @@ class Recorder:
             prepare_run_folder(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         save(config, self.folder / "config.yaml")
+        (self.folder / "placement.txt").write_text(place(config).render() + "\n")
         self.history = History(started=time.monotonic())
         self._files: dict[str, io.FileIO] = {}
         self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))

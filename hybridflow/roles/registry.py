@@ -3,6 +3,7 @@
 from hybridflow.config.own_class import load_role
 from hybridflow.config.schema import ROLE_METHODS, Config
 from hybridflow.controller.handle import RoleHandle, Transport
+from hybridflow.controller.placement import place
 from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Worker
 from hybridflow.roles.actor import Actor
@@ -26,9 +27,17 @@ def role_class(config: Config, name: str) -> type[Role]:
     return load_role(f"roles.{name}.implementation", path, ROLE_METHODS.get(name, ())) if path else ROLES[name]
 
 
-def build_roles(config: Config) -> dict[str, Role]:
-    """Build this rank's part of every role. Collective: all ranks build in the same order."""
-    return {name: role_class(config, name)(name, config) for name in configured(config)}
+def build_roles(config: Config, rank: int) -> dict[str, Role]:
+    """Build this rank's part of every role that lives on it. Collective over its pool: all ranks build in the same order, and
+    those of the pool that a role leaves out help it to make its groups."""
+    placement = place(config)
+    pool, roles = placement.pools[placement.pool_of(rank)], {}
+    for name in configured(config):
+        if rank in placement.roles[name]:
+            roles[name] = role_class(config, name)(name, config)
+        elif placement.roles[name][0] in pool:
+            role_class(config, name).stand_by(name, config)
+    return roles
 
 
 def layout_of(config: Config, name: str) -> Layout:
@@ -38,7 +47,6 @@ def layout_of(config: Config, name: str) -> Layout:
 
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
     """The driver's handles of all roles, and of the ranks themselves as `worker`."""
-    found = {
-        name: RoleHandle(name, role_class(config, name), layout_of(config, name), transport) for name in configured(config)
-    }
+    placed, classes = place(config).roles, {name: role_class(config, name) for name in configured(config)}
+    found = {name: RoleHandle(name, role, layout_of(config, name), transport, placed) for name, role in classes.items()}
     return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}

@@ -45,6 +45,9 @@ def test_passes(tmp_path, model):
         ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
         ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed
         ["roles.actor.ranks=[0,1,2,3]"],
+        ["algorithm.name=ppo", "roles.critic.ranks=[0,1]"],
+        ["algorithm.name=ppo", "roles.actor={ranks: [0,1], pp: 1}", "roles.rollout.ranks=[0-1]", "roles.critic.ranks=[2-3]"],
+        ["roles.actor={ranks: [2,3], tp: 1}", "roles.rollout.ranks=['node0:[0,1]']"],
         ["batch.mini_batches=3"],  # 32 samples: 11, 11 and 10
         ["algorithm.kl_coefficient=0.1"],
         ["algorithm.kl_coefficient=0.1", "roles.actor.offload=[params,grads,optimizer]"],  # the reference has params only
@@ -111,8 +114,9 @@ def test_passes_with(tmp_path, model, overrides):
             " weights are the masters: use roles.critic.offload=[params], or bfloat16",
         ),
         (
-            ["algorithm.name=ppo", "roles.critic.ranks=[0,1]"],
-            "roles.critic.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+            ["algorithm.name=ppo", "roles.critic={ranks: [0,1], tp: 4}"],
+            "roles.critic.ranks=[0, 1] = 2 ranks are fewer than roles.critic.tp=4 x pp=1 x cp=1 = 4:"
+            " change roles.critic.ranks or the layout",
         ),
         (
             ["algorithm.name=ppo", "roles.critic.megatron.num_layers=8"],
@@ -121,7 +125,8 @@ def test_passes_with(tmp_path, model, overrides):
         (["cluster.launcher=ray"], "cluster.launcher=ray is not supported yet: use torchrun"),
         (
             ["roles.rollout.ranks=[0,1]"],
-            "roles.rollout.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+            "roles.rollout.ranks=[0, 1] leaves out rank 2, which is in one pool with it through actor (ranks 0-3): an engine"
+            " needs a world of its own, so give rollout all ranks of the pool, or ranks that no other role has",
         ),
         (["roles.actor.cp=2"], "roles.actor.cp=2 is not supported yet: use 1"),
         (["run.save_every=5"], "run.save_every=5: checkpoints are not supported yet: use 0"),
