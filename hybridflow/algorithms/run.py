@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.controller.handle import Future, RoleHandle
 from hybridflow.data.problems import Problem, Source
+from hybridflow.data.rollouts import load_rollout, save_rollouts
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
@@ -58,6 +60,7 @@ class Run:
         self.throughput = Throughput(config)
         self._scoring = ThreadPoolExecutor(1, "scoring")  # one scoring after the other, beside what the roles do
         self.step_index = self.position = 0
+        self._samplings: list[Batch] | None = None  # of the step, in their order; None outside of a step
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
@@ -117,13 +120,23 @@ class Run:
         prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
         seed = config.run.seed * 1_000_003 + self.step_index
         with self.recorder.phase("rollout"):
-            samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
+            samples = self._replayed(prompts)
+            if samples is None:
+                samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
+        if self._samplings is not None:
+            self._samplings.append(samples)
         samples = samples.with_fields(prompt_index=index)
         if not greedy:
             self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
             self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
             self.throughput.rollout(samples)
         return samples
+
+    def _replayed(self, prompts: Batch) -> Batch | None:
+        """The responses of the run that this one replays; None where it generates its own, as evaluations always do."""
+        if not self.config.run.replay or self._samplings is None:
+            return None
+        return load_rollout(Path(self.config.run.replay), self.step_index, len(self._samplings), prompts)
 
     def _wake(self) -> None:
         """In the order that needs the least memory: what the resharding does not read goes first, the KV cache comes last."""
@@ -411,12 +424,17 @@ class Run:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
         self.metrics, self._updates = {}, {"actor": [], "critic": []}
+        self._samplings = []
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
+        if self.config.run.save_rollouts:
+            vocab_size = self.config.read_model("actor").vocab_size
+            save_rollouts(self.recorder.folder, self.step_index, self._samplings, vocab_size)
+        self._samplings = None
         for role, updates in self._updates.items():
             for name in updates[0] if updates else ():
                 self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)

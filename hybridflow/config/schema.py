@@ -253,7 +253,11 @@ class RunConfig:
     save_every: int = 0  # checkpoint every so many steps; 0: only the trained model at the end
     resume: Literal["auto", "never"] = "auto"
     overwrite: bool = False  # delete the run that `dir` holds
-    profile: bool = False
+    profile: bool = False  # write every rank's calls as timeline/step-N.json, which opens in Perfetto
+    save_rollouts: bool = False  # keep every step's responses with their log-probs in rollouts/step-N.safetensors
+    # the folder of an earlier run with save_rollouts: its responses are taken, step by step, in place of generating, so that
+    # layouts or settings are compared on the same samples. Weights are still resharded, evaluations still generated
+    replay: str = ""
     port: int = 0  # where the ranks meet; 0: a free port
 
 

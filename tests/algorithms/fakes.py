@@ -81,7 +81,7 @@ def fake_run(folder: Path, *overrides: str) -> tuple[Run, list[tuple[str, tuple]
     }
     absent = {name for name in ("critic", "reference") if getattr(config.roles, name) is None}
     roles = {name: FakeRole(name, calls, found) for name, found in answers.items() if name not in absent}
-    return Run(config, roles, FakeText(), None, FakeScorer(), Recorder(folder / "run", config)), calls
+    return Run(config, roles, FakeText(), None, FakeScorer(), Recorder(config.run.dir, config)), calls
 
 
 def _generate(prompts: Batch, sampling, seed: int) -> Batch:
