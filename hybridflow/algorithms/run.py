@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from hybridflow.data.rollouts import load_rollout, save_rollouts
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
+from hybridflow.metrics.timeline import Timeline
 from hybridflow.rewards.pool import DirectScorer, ScorerPool, Scores
 from hybridflow.rollout.engine import Sampling
 from megatron_ext.optimizer import OptimizerSettings
@@ -58,6 +60,7 @@ class Run:
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
         self.throughput = Throughput(config)
+        self._timeline = Timeline(recorder.folder, self.worker) if config.run.profile else None
         self._scoring = ThreadPoolExecutor(1, "scoring")  # one scoring after the other, beside what the roles do
         self.step_index = self.position = 0
         self._samplings: list[Batch] | None = None  # of the step, in their order; None outside of a step
@@ -185,16 +188,21 @@ class Run:
 
     def _start(self, phase: str, call: Callable[[Batch], Future], samples: Batch, **names: str) -> Finish:
         """Begin a role's call on the tokens; the columns of its answer come under new `names`."""
-        self.recorder.latest_phase = phase
-        pending = call(samples.only("tokens", "loss_mask"))
+        with self.recorder.phase(phase):
+            pending = call(samples.only("tokens", "loss_mask"))
 
         def finish(samples: Batch) -> Batch:
-            with self.recorder.phase(phase) as measured:
-                found = pending.result()
-                measured.seconds = pending.seconds
+            found = self._result(phase, pending)
             return samples.with_fields(**{name: found[column] for name, column in names.items()})
 
         return finish
+
+    def _result(self, phase: str, pending: Future) -> Any:
+        """Of a call that others may have run beside or before: the phase takes what the call's ranks were at it themselves."""
+        with self.recorder.phase(phase) as measured:
+            found = pending.result()
+            measured.seconds = pending.seconds
+        return found
 
     # --- rewards
 
@@ -384,10 +392,9 @@ class Run:
 
     def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
         """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""
-        with self.recorder.phase("update") as measured:
+        with self.recorder.phase("update"):
             pending = self.actor.update(batch, objective, temperature or self.config.sampling.temperature)
-            shards = pending.result()
-            measured.seconds = pending.seconds
+        shards = self._result("update", pending)
         sums = merge_sums(shards)
         first = "mismatch/kl" not in self.metrics  # later updates no longer see the policy that sampled
         if "mismatch_abs" in sums and first:
@@ -400,13 +407,11 @@ class Run:
     def _start_value_update(self, batch: Batch, objective: object) -> Callable[[], None]:
         """Begin an optimizer step of the critic; what is returned waits for it: on ranks of their own, critic and actor update
         at the same time."""
-        self.recorder.latest_phase = "update_critic"
-        pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
+        with self.recorder.phase("update_critic"):
+            pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
 
         def finish() -> None:
-            with self.recorder.phase("update_critic") as measured:
-                shards = pending.result()
-                measured.seconds = pending.seconds
+            shards = self._result("update_critic", pending)
             self._note_update("critic", merge_sums(shards), shards)
 
         return finish
@@ -428,6 +433,8 @@ class Run:
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
+        if self._timeline:
+            self._timeline.begin_step()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
@@ -441,6 +448,8 @@ class Run:
         metrics = {"step": self.step_index} | self.metrics
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
+        if self._timeline:
+            self._timeline.write(self.step_index, self.recorder.spans)
         self.recorder.log(metrics)
 
     def _memory(self) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """A rank's side of the controller: it holds the roles that live on the rank and runs the calls that reach it."""
 
 import gc
+import socket
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ class Worker:
         self.rank = rank
         self.roles = roles
         self._memory: dict[str, int] = {}
+        self._calls: list[tuple[str, float, float]] | None = None  # None: they are not noted
         for role in roles.values():
             role.peers = roles
         # vLLM collects garbage at every sleep, and Python now and then: what is built by now stays for good, so that
@@ -49,7 +51,7 @@ class Worker:
         gc.freeze()
 
     def execute(self, call: Call) -> Reply:
-        start = time.monotonic()
+        start, began = time.monotonic(), time.time()
         if call.role == "worker":
             result = getattr(self, call.method)(*call.args, **call.kwargs)
             return Reply(result, time.monotonic() - start)
@@ -58,13 +60,32 @@ class Worker:
             result = getattr(role, call.method)(*call.args, **call.kwargs)
             phase = f"{call.role}.{call.method}"
             self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
-        return Reply(result, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        if self._calls is not None:
+            self._calls.append((phase, began, began + seconds))
+        return Reply(result, seconds)
 
     @remote(ONE_TO_ALL)
     def memory(self) -> dict[str, int]:
         """Highest bytes in use on the device after each kind of call since this was last asked, by `role.method`."""
         memory, self._memory = self._memory, {}
         return memory
+
+    @remote(ONE_TO_ALL)
+    def record_calls(self) -> None:
+        """From now on note when each call on a role begins and ends (`calls()`)."""
+        self._calls = []
+
+    @remote(ONE_TO_ALL)
+    def calls(self) -> list[tuple[str, float, float]]:
+        """The calls since this was last asked: `role.method`, begin and end in seconds since the epoch by this host's clock."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    @remote(ONE_TO_ALL)
+    def clock(self) -> tuple[str, float]:
+        """This host's name and its clock, in seconds since the epoch."""
+        return socket.gethostname(), time.time()
 
     def close(self) -> None:
         for role in self.roles.values():
