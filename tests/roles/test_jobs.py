@@ -96,14 +96,8 @@ def test_a_run_replayed_in_other_layouts_has_the_same_losses(worlds, world, mode
     """PPO on one rank, and on two with an actor of TP2, a critic of PP2 and engines of one: the same step by step."""
     ppo = ["algorithm={name: ppo, kl_in: reward, kl_coefficient: 0.05}", "run.steps=3", "evaluation.problems=0"]
     critic = "roles.critic={{{0}micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}}}"
-    alone = [
-        "cluster.ranks_per_node=1",
-        "roles.actor.tp=1",
-        "roles.reference.pp=1",
-        critic.format(""),
-        "run.save_rollouts=true",
-    ]
-    one, _ = train(worlds(1, "jobs"), model, tmp_path / "one", "float32", *ppo, *alone)
+    alone = ["cluster.ranks_per_node=1", "roles.actor.tp=1", "roles.reference.pp=1", critic.format("")]
+    one, _ = train(worlds(1, "jobs"), model, tmp_path / "one", "float32", *ppo, *alone, "run.save_rollouts=true")
     replay = [critic.format("pp: 2, "), f"run.replay={tmp_path}/one/run"]
     two, _ = train(world, model, tmp_path / "two", "float32", *ppo, *replay)
     same = ("reward/mean", "actor/loss", "actor/kl_reference", "critic/loss", "critic/explained_variance")
