@@ -59,6 +59,7 @@ class Run:
         self.reference, self.critic, self.worker = roles.get("reference"), roles.get("critic"), roles["worker"]
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
+        self.courier = self.worker.courier
         self.throughput = Throughput(config)
         self._timeline = Timeline(recorder.folder, self.worker) if config.run.profile else None
         self._scoring = ThreadPoolExecutor(1, "scoring")  # one scoring after the other, beside what the roles do
@@ -128,7 +129,7 @@ class Run:
                 samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
         if self._samplings is not None:
             self._samplings.append(samples)
-        samples = samples.with_fields(prompt_index=index)
+        samples = samples.with_fields(prompt_index=index).keep()
         if not greedy:
             self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
             self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
@@ -379,6 +380,7 @@ class Run:
     def improve(self, samples: Batch, objective: object, value_objective: object = None) -> None:
         """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critic as well where it has
         an objective; then the KL coefficient for the next step."""
+        samples = samples.keep()
         for _ in range(self.config.algorithm.epochs):
             for mini_batch in self.mini_batches(samples):
                 finish = self._start_value_update(mini_batch, value_objective) if value_objective else None
@@ -430,6 +432,7 @@ class Run:
         self.step_index += 1
         self.metrics, self._updates = {}, {"actor": [], "critic": []}
         self._samplings = []
+        self._bytes_before = self.courier.bytes
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
@@ -446,6 +449,9 @@ class Run:
             for name in updates[0] if updates else ():
                 self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
         metrics = {"step": self.step_index} | self.metrics
+        metrics["driver/bytes_sent"] = self.courier.bytes - self._bytes_before
+        self.courier.forget()
+        self.worker.forget_rows().result()
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
         if self._timeline:

@@ -1,10 +1,10 @@
 """The driver's side: role handles whose methods run on the role's ranks and return futures."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hybridflow.batch import Batch
+from hybridflow.controller.kept import Courier
 from hybridflow.controller.protocols import Protocol as TransferProtocol
 from hybridflow.controller.protocols import Split, split
 from hybridflow.controller.role import Role
@@ -55,9 +55,11 @@ class RoleHandle:
         layout: Layout,
         transport: Transport,
         placed: Mapping[str, Sequence[int]] | None = None,
+        courier: Courier | None = None,
     ):
-        """`placed`: the global ranks of all roles; without it this one has the ranks 0, 1, 2, ..."""
-        self.name, self.layout = name, layout
+        """`placed`: the global ranks of all roles; without it this one has the ranks 0, 1, 2, ... `courier`: the one of all
+        roles that share ranks; without it this one has its own ranks for itself."""
+        self.name, self.layout, self.courier = name, layout, courier or Courier()
         self._role, self._transport, self._placed = role, transport, placed or {}
         self._ranks = self._placed.get(name, range(layout.world_size))
 
@@ -71,11 +73,14 @@ class RoleHandle:
             shares, collecting = protocol.shares(self.layout), protocol.collecting_ranks(self.layout)
             parts, share_args = _distribute(f"{self.name}.{method}", protocol, max(shares) + 1, args)
 
-            @functools.cache  # ranks with the same share get the same object, which is serialised once
-            def share(number: int, reply: bool) -> Call:
-                return Call(self.name, method, share_args[number], kwargs, reply, self._transport.phase())
-
-            calls = {self._ranks[at]: share(number, at in collecting) for at, number in enumerate(shares)}
+            replying, phase = {self._ranks[at] for at in collecting}, self._transport.phase()
+            calls: dict[int, Call] = {}
+            for number, own in enumerate(share_args):
+                ranks = [self._ranks[at] for at, share in enumerate(shares) if share == number]
+                for sent, alike in self.courier.pack(own, ranks):
+                    # ranks that are sent the same get the same object, which is serialised once
+                    made = [Call(self.name, method, sent, kwargs, reply, phase) for reply in (False, True)]
+                    calls |= {rank: made[rank in replying] for rank in alike}
             if declared.giver:
                 calls |= self._givers(declared.giver, args, kwargs)
             wait = self._transport.submit(calls)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridflow.controller.kept import KeptRows, Partial
 from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
 from megatron_ext import device
@@ -41,6 +42,7 @@ class Worker:
     def __init__(self, rank: int, roles: dict[str, Role]):
         self.rank = rank
         self.roles = roles
+        self._kept = KeptRows()
         self._memory: dict[str, int] = {}
         self._calls: list[tuple[str, float, float]] | None = None  # None: they are not noted
         for role in roles.values():
@@ -55,9 +57,11 @@ class Worker:
         if call.role == "worker":
             result = getattr(self, call.method)(*call.args, **call.kwargs)
             return Reply(result, time.monotonic() - start)
-        role = self.roles[call.role]
+        role, args = self.roles[call.role], call.args
+        if args and isinstance(args[0], Partial):
+            args = self._kept.complete(args[0]), *args[1:]
         with role.context():
-            result = getattr(role, call.method)(*call.args, **call.kwargs)
+            result = getattr(role, call.method)(*args, **call.kwargs)
             phase = f"{call.role}.{call.method}"
             self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
         seconds = time.monotonic() - start
@@ -70,6 +74,11 @@ class Worker:
         """Highest bytes in use on the device after each kind of call since this was last asked, by `role.method`."""
         memory, self._memory = self._memory, {}
         return memory
+
+    @remote(ONE_TO_ALL)
+    def forget_rows(self) -> None:
+        """Let go of the rows that the driver's `Courier` counts on; it forgets them at the same time."""
+        self._kept.forget()
 
     @remote(ONE_TO_ALL)
     def record_calls(self) -> None:

@@ -3,6 +3,7 @@
 from hybridflow.config.own_class import load_role
 from hybridflow.config.schema import ROLE_METHODS, Config
 from hybridflow.controller.handle import RoleHandle, Transport
+from hybridflow.controller.kept import Courier
 from hybridflow.controller.placement import place
 from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Worker
@@ -47,6 +48,9 @@ def layout_of(config: Config, name: str) -> Layout:
 
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
     """The driver's handles of all roles, and of the ranks themselves as `worker`."""
-    placed, classes = place(config).roles, {name: role_class(config, name) for name in configured(config)}
-    found = {name: RoleHandle(name, role, layout_of(config, name), transport, placed) for name, role in classes.items()}
-    return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}
+    placed, courier = place(config).roles, Courier()
+    found = {
+        name: RoleHandle(name, role_class(config, name), layout_of(config, name), transport, placed, courier)
+        for name in configured(config)
+    }
+    return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport, courier=courier)}

@@ -8,6 +8,7 @@ import torch
 from hybridflow.algorithms.run import Run
 from hybridflow.batch import Batch
 from hybridflow.config.load import load
+from hybridflow.controller.kept import Courier
 from hybridflow.data.problems import Problem
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.rewards.pool import Scores
@@ -35,6 +36,7 @@ class FakeRole:
     def __init__(self, name: str, calls: list, answers: dict[str, Callable]):
         self._name, self._calls, self._answers = name, calls, answers
         self.waits: list | None = None
+        self.courier = Courier()
 
     def __getattr__(self, method: str):
         def call(*args, **kwargs):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.batch import Batch
@@ -43,6 +43,7 @@ def batch(lengths):
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.integers(1, 9), st.sampled_from(sorted(CUTS)))
 def test_split_and_merge_are_the_identity_and_shares_are_balanced(lengths, count, cut):
     whole = batch(lengths)

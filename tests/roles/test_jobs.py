@@ -94,7 +94,9 @@ def test_a_critics_memory_that_leaves_changes_nothing(world, model, tmp_path, ho
 @pytest.mark.timeout(2 * TIMEOUT)
 def test_a_run_replayed_in_other_layouts_has_the_same_losses(worlds, world, model, tmp_path):
     """PPO on one rank, and on two with an actor of TP2, a critic of PP2 and engines of one: the same step by step."""
+    (tmp_path / "rewards.py").write_text("def score(prompt, response, answer, metadata):\n    return len(response) / 6\n")
     ppo = ["algorithm={name: ppo, kl_in: reward, kl_coefficient: 0.05}", "run.steps=3", "evaluation.problems=0"]
+    ppo += ["roles.actor.optimizer.lr=1e-4", f"reward={{kind: function, function: '{tmp_path}/rewards.py:score'}}"]
     critic = "roles.critic={{{0}micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}}}"
     alone = ["cluster.ranks_per_node=1", "roles.actor.tp=1", "roles.reference.pp=1", critic.format("")]
     one, _ = train(worlds(1, "jobs"), model, tmp_path / "one", "float32", *ppo, *alone, "run.save_rollouts=true")
