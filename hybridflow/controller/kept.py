@@ -20,13 +20,13 @@ class Partial:
 
     rows: list[int]
     versions: dict[str, int]
-    fresh: dict[str, tuple[list[int], list[Tensor]]]
+    fresh: dict[str, tuple[list[int], Batch]]
     sent: Batch | None
 
     @property
     def nbytes(self) -> int:
-        rows = sum(row.nbytes for _, rows in self.fresh.values() for row in rows)
-        return rows + 8 * len(self.rows) + (self.sent.nbytes if self.sent else 0)
+        batches = [self.sent, *(rows for _, rows in self.fresh.values())]
+        return sum(batch.nbytes for batch in batches if batch) + 8 * len(self.rows)
 
 
 class Courier:
@@ -73,8 +73,9 @@ class Courier:
 def _partial(share: Batch, lacking: dict[str, np.ndarray]) -> Partial:
     fresh = {}
     for name, mask in lacking.items():
-        at, rows = mask.nonzero()[0].tolist(), share.rows(name)
-        fresh[name] = at, [rows[i] for i in at]
+        at = mask.nonzero()[0].tolist()
+        if at:
+            fresh[name] = at, share.only(name).select(at)  # rows of their own: a view would be sent with all that it is part of
     others = [name for name in share.names if name not in lacking]
     return Partial(share.kept.rows.tolist(), dict(share.kept.versions), fresh, share.only(*others) if others else None)
 
@@ -90,7 +91,9 @@ class KeptRows:
         fields = {}
         for name, version in share.versions.items():
             own = self._rows.setdefault(version, {})
-            own.update((share.rows[at], row) for at, row in zip(*share.fresh[name], strict=True))
+            if name in share.fresh:
+                at, fresh = share.fresh[name]
+                own.update(zip([share.rows[i] for i in at], fresh.rows(name), strict=True))
             fields[name] = [own[row] for row in share.rows]
         sent = {name: share.sent[name] for name in share.sent.names} if share.sent else {}
         return Batch({**fields, **sent})
