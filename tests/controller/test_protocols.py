@@ -222,3 +222,44 @@ def test_a_protocol_of_ones_own(monkeypatch):
     assert found["rank"].tolist() == [3, 7, 7] and found["rewards"].tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="a transfer protocol '3d' already"):
         register(Protocol("3d", None, last_of_its_stage))
+
+
+class Echo(Role):
+    @remote(MICRO_DP)
+    def shards(self, rows: Batch) -> Batch:
+        """Its share, as it came."""
+
+    @remote(ONE_TO_ALL, giver="hand_over")
+    def take(self, source: str, amount: int) -> None:
+        """From another role."""
+
+
+class Loopback:
+    """A transport whose ranks reply with what they are given."""
+
+    def phase(self) -> str:
+        return ""
+
+    def submit(self, calls):
+        self.calls = calls
+        return lambda: {rank: Reply(call.args[0], 0.0) for rank, call in calls.items() if call.reply}
+
+
+def test_calls_go_to_the_roles_own_ranks_and_results_come_back_in_the_order_of_its_layout():
+    transport, whole = Loopback(), batch([4, 2, 3, 1])
+    handle = RoleHandle("echo", Echo, Layout(4, tp=2), transport, {"echo": (1, 4, 5, 6)})
+    merged = handle.shards(whole).result()
+    given = {rank: call.args[0]["rewards"].tolist() for rank, call in transport.calls.items()}
+    assert given == {1: [0.0, 1.0], 4: [0.0, 1.0], 5: [2.0, 3.0], 6: [2.0, 3.0]}
+    assert [rank for rank, call in transport.calls.items() if call.reply] == [1, 5]
+    assert torch.equal(merged["rewards"], whole["rewards"])
+
+
+def test_ranks_that_only_give_run_the_givers_part():
+    transport = Loopback()
+    placed = {"echo": (2, 3), "teacher": (0, 1, 2)}
+    result = RoleHandle("echo", Echo, Layout(2), transport, placed).take("teacher", 7).result()
+    asked = {rank: (call.role, call.method, call.args, call.reply) for rank, call in transport.calls.items()}
+    mine, theirs = ("echo", "take", ("teacher", 7), True), ("teacher", "hand_over", ("echo", 7), False)
+    assert asked == {0: theirs, 1: theirs, 2: mine, 3: mine}
+    assert len(result) == 2
