@@ -22,7 +22,7 @@ class PPO:
     def step(self, problems: list[Problem]) -> None:
         run, settings = self.run, self.run.config.algorithm
         samples = run.generate(problems, run.config.batch.samples_per_prompt)
-        samples = run.add_values(run.add_log_probs(run.score(problems, samples)))
+        samples = run.assess(problems, samples)
         values, mask = samples.values("values"), samples.values("loss_mask")
         advantages, returns = generalized_advantages(
             run.token_rewards(samples), values, mask, samples.segments(), settings.gamma, settings.gae_lambda

@@ -3,7 +3,11 @@
 import contextlib
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +19,19 @@ from hybridflow.algorithms.losses import means, token_kl
 from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.controller.handle import RoleHandle
+from hybridflow.controller.handle import Future, RoleHandle
 from hybridflow.data.problems import Problem, Source
+from hybridflow.data.rollouts import load_rollout, save_rollouts
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
-from hybridflow.rewards.pool import DirectScorer, ScorerPool
+from hybridflow.metrics.timeline import Timeline
+from hybridflow.rewards.pool import DirectScorer, ScorerPool, Scores
 from hybridflow.rollout.engine import Sampling
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
+Finish = Callable[[Batch], Batch]  # waits for what was started, and adds it to the samples
 _OF_THE_STEP = ("grad_norm", "lr", "skipped")  # what an update reports once, the same on every rank; the rest are sums
 
 
@@ -52,8 +59,12 @@ class Run:
         self.reference, self.critic, self.worker = roles.get("reference"), roles.get("critic"), roles["worker"]
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
+        self.courier = self.worker.courier
         self.throughput = Throughput(config)
+        self._timeline = Timeline(recorder.folder, self.worker) if config.run.profile else None
+        self._scoring = ThreadPoolExecutor(1, "scoring")  # one scoring after the other, beside what the roles do
         self.step_index = self.position = 0
+        self._samplings: list[Batch] | None = None  # of the step, in their order; None outside of a step
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
@@ -95,8 +106,7 @@ class Run:
         with self.recorder.phase("sleep"):
             self.rollout.sleep().result()
         with self.recorder.phase("restore"):
-            for role in self._trained():
-                role.restore().result()
+            _wait_for([role.restore() for role in self._trained()])
 
     def _trained(self) -> list[RoleHandle]:
         return [self.actor] if self.critic is None else [self.actor, self.critic]
@@ -114,23 +124,33 @@ class Run:
         prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
         seed = config.run.seed * 1_000_003 + self.step_index
         with self.recorder.phase("rollout"):
-            samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
-        samples = samples.with_fields(prompt_index=index)
+            samples = self._replayed(prompts)
+            if samples is None:
+                samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
+        if self._samplings is not None:
+            self._samplings.append(samples)
+        samples = samples.with_fields(prompt_index=index).keep()
         if not greedy:
             self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
             self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
             self.throughput.rollout(samples)
         return samples
 
+    def _replayed(self, prompts: Batch) -> Batch | None:
+        """The responses of the run that this one replays; None where it generates its own, as evaluations always do."""
+        if not self.config.run.replay or self._samplings is None:
+            return None
+        return load_rollout(Path(self.config.run.replay), self.step_index, len(self._samplings), prompts)
+
     def _wake(self) -> None:
         """In the order that needs the least memory: what the resharding does not read goes first, the KV cache comes last."""
         every = self.config.resharding.verify_every
         verify = self.step_index % every == 0 if every else self.step_index <= 1
         with self.recorder.phase("release"):
-            for role in self._trained():
-                role.make_room().result()
+            leaving = [role.make_room() for role in self._trained()]
             if self.critic is not None:  # the engine has no use for its weights
-                self.critic.release_weights().result()
+                leaving.append(self.critic.release_weights())
+            _wait_for(leaving)
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
@@ -154,35 +174,85 @@ class Run:
             greedy=greedy,
         )
 
+    # --- what is known of the samples before their advantages
+
+    def assess(self, problems: list[Problem], samples: Batch) -> Batch:
+        """`score`, `add_log_probs` and, where there is a critic, `add_values`. All of it is started before any of it is waited
+        for: the scorers work beside the roles, and roles on ranks of their own beside each other."""
+        scored = self._start_scoring(problems, samples)
+        pending = self._start_log_probs(samples)
+        if self.critic is not None:
+            pending.append(self._start_values(samples))
+        for finish in (*pending, scored):
+            samples = finish(samples)
+        return samples
+
+    def _start(self, phase: str, call: Callable[[Batch], Future], samples: Batch, **names: str) -> Finish:
+        """Begin a role's call on the tokens; the columns of its answer come under new `names`."""
+        with self.recorder.phase(phase):
+            pending = call(samples.only("tokens", "loss_mask"))
+
+        def finish(samples: Batch) -> Batch:
+            found = self._result(phase, pending)
+            return samples.with_fields(**{name: found[column] for name, column in names.items()})
+
+        return finish
+
+    def _result(self, phase: str, pending: Future) -> Any:
+        """Of a call that others may have run beside or before: the phase takes what the call's ranks were at it themselves."""
+        with self.recorder.phase(phase) as measured:
+            found = pending.result()
+            measured.seconds = pending.seconds
+        return found
+
     # --- rewards
 
     def score(self, problems: list[Problem], samples: Batch) -> Batch:
         """Add `rewards` [N] and write the samples down."""
-        with self.recorder.phase("reward"):
-            rewards, responses = self._score(problems, samples)
-        self.metrics["reward/mean"] = rewards.mean().item()
-        self.recorder.samples(self._rows("train", problems, samples, responses, rewards))
-        return samples.with_fields(rewards=rewards)
+        return self._start_scoring(problems, samples)(samples)
 
-    def score_baseline(self, problems: list[Problem], samples: Batch) -> Tensor:
-        """Rewards [N] of responses that the samples are compared with; nothing is trained on them."""
-        with self.recorder.phase("reward"):
-            rewards, _ = self._score(problems, samples)
-        self.metrics["reward/baseline_mean"] = rewards.mean().item()
-        return rewards
+    def _start_scoring(self, problems: list[Problem], samples: Batch) -> Finish:
+        pending = self._scoring.submit(self._score, problems, samples)
 
-    def _score(self, problems: list[Problem], samples: Batch) -> tuple[Tensor, list[str]]:
+        def finish(samples: Batch) -> Batch:
+            rewards, responses = self._rewards(pending.result)
+            self.metrics["reward/mean"] = rewards.mean().item()
+            self.recorder.samples(self._rows("train", problems, samples, responses, rewards))
+            return samples.with_fields(rewards=rewards)
+
+        return finish
+
+    def start_baseline(self, problems: list[Problem], samples: Batch) -> Callable[[], Tensor]:
+        """Begin to score responses that the samples are compared with; nothing is trained on them. What is returned waits for
+        the rewards [N]."""
+        pending = self._scoring.submit(self._score, problems, samples)
+
+        def finish() -> Tensor:
+            rewards, _ = self._rewards(pending.result)
+            self.metrics["reward/baseline_mean"] = rewards.mean().item()
+            return rewards
+
+        return finish
+
+    def _rewards(self, wait: "Callable[[], tuple[Scores, list[str], float]]") -> tuple[Tensor, list[str]]:
         """Rewards [N] float32 and the responses as text. Where the scorer fails or is too slow the reward is 0, and counted."""
-        rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
-        responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
-        asked = [problems[i] for i in samples["prompt_index"].tolist()]
-        pairs = zip(asked, responses, strict=True)
-        scores = self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs])
+        with self.recorder.phase("reward") as measured:
+            scores, responses, measured.seconds = wait()
         for name, count in (("reward/failed", scores.failed), ("reward/timed_out", scores.timed_out)):
             self.metrics[name] = self.metrics.get(name, 0) + count
         if scores.first_failure:
             self.recorder.line(f"warning: {scores.failed + scores.timed_out} rewards are 0: {scores.first_failure}")
         return torch.tensor(scores.rewards, dtype=torch.float32), responses
+
+    def _score(self, problems: list[Problem], samples: Batch) -> tuple[Scores, list[str], float]:
+        """Scores, the responses as text, and the seconds that it took; in a thread of its own."""
+        start = time.monotonic()
+        rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
+        responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
+        asked = [problems[i] for i in samples["prompt_index"].tolist()]
+        pairs = zip(asked, responses, strict=True)
+        scores = self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs])
+        return scores, responses, time.monotonic() - start
 
     def _rows(self, kind: str, problems: list[Problem], samples: Batch, responses: list[str], rewards: Tensor) -> list[dict]:
         return [
@@ -212,7 +282,7 @@ class Run:
         if not problems:
             return
         samples = self.generate(problems, 1, greedy=True)
-        rewards, responses = self._score(problems, samples)
+        rewards, responses = self._rewards(lambda: self._score(problems, samples))
         self.recorder.samples(self._rows("evaluation", problems, samples, responses, rewards))
         seconds = sum(self.recorder.take_phases().values())
         self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
@@ -222,25 +292,32 @@ class Run:
     def add_log_probs(self, samples: Batch) -> Batch:
         """Add what the loss compares with: the reference's log-probs where there is a reference, and the old policy's as
         `algorithm.old_log_probs` says (`PolicyObjective` does without where they are the policy's own)."""
+        for finish in self._start_log_probs(samples):
+            samples = finish(samples)
+        return samples
+
+    def _start_log_probs(self, samples: Batch) -> list[Finish]:
+        pending: list[Finish] = []
         if self.reference is not None:
-            with self.recorder.phase("reference"):
-                found = self.reference.log_probs(samples.only("tokens", "loss_mask")).result()
-            samples = samples.with_fields(reference_log_probs=found["log_probs"])
+            pending.append(self._start("reference", self.reference.log_probs, samples, reference_log_probs="log_probs"))
         if self.config.old_log_probs == "rollout":
-            return samples.with_fields(log_probs=samples["rollout_log_probs"])
+            pending.append(lambda samples: samples.with_fields(log_probs=samples["rollout_log_probs"]))
         if self.config.old_log_probs == "recompute":
-            with self.recorder.phase("log_probs"):
-                found = self.actor.log_probs(samples.only("tokens", "loss_mask")).result()
-            samples = samples.with_fields(log_probs=found["log_probs"])
-            columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
-            self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
+            pending.append(self._start("log_probs", self.actor.log_probs, samples, log_probs="log_probs"))
+            pending.append(self._measure_mismatch)
+        return pending
+
+    def _measure_mismatch(self, samples: Batch) -> Batch:
+        columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
+        self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
         return samples
 
     def add_values(self, samples: Batch) -> Batch:
         """Add `values`: what the critic expects before each token."""
-        with self.recorder.phase("values"):
-            found = self.critic.values(samples.only("tokens", "loss_mask")).result()
-        return samples.with_fields(values=found["values"])
+        return self._start_values(samples)(samples)
+
+    def _start_values(self, samples: Batch) -> Finish:
+        return self._start("values", self.critic.values, samples, values="values")
 
     def rewards_less_kl(self, samples: Batch) -> Tensor:
         """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference, summed over the response."""
@@ -303,6 +380,7 @@ class Run:
     def improve(self, samples: Batch, objective: object, value_objective: object = None) -> None:
         """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critic as well where it has
         an objective; then the KL coefficient for the next step."""
+        samples = samples.keep()
         for _ in range(self.config.algorithm.epochs):
             for mini_batch in self.mini_batches(samples):
                 finish = self._start_value_update(mini_batch, value_objective) if value_objective else None
@@ -317,7 +395,8 @@ class Run:
     def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
         """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""
         with self.recorder.phase("update"):
-            shards = self.actor.update(batch, objective, temperature or self.config.sampling.temperature).result()
+            pending = self.actor.update(batch, objective, temperature or self.config.sampling.temperature)
+        shards = self._result("update", pending)
         sums = merge_sums(shards)
         first = "mismatch/kl" not in self.metrics  # later updates no longer see the policy that sampled
         if "mismatch_abs" in sums and first:
@@ -334,8 +413,7 @@ class Run:
             pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
 
         def finish() -> None:
-            with self.recorder.phase("update_critic"):
-                shards = pending.result()
+            shards = self._result("update_critic", pending)
             self._note_update("critic", merge_sums(shards), shards)
 
         return finish
@@ -353,18 +431,31 @@ class Run:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
         self.metrics, self._updates = {}, {"actor": [], "critic": []}
+        self._samplings = []
+        self._bytes_before = self.courier.bytes
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
+        if self._timeline:
+            self._timeline.begin_step()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
+        if self.config.run.save_rollouts:
+            vocab_size = self.config.read_model("actor").vocab_size
+            save_rollouts(self.recorder.folder, self.step_index, self._samplings, vocab_size)
+        self._samplings = None
         for role, updates in self._updates.items():
             for name in updates[0] if updates else ():
                 self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
         metrics = {"step": self.step_index} | self.metrics
+        metrics["driver/bytes_sent"] = self.courier.bytes - self._bytes_before
+        self.courier.forget()
+        self.worker.forget_rows().result()
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
+        if self._timeline:
+            self._timeline.write(self.step_index, self.recorder.spans)
         self.recorder.log(metrics)
 
     def _memory(self) -> dict[str, int]:
@@ -372,6 +463,11 @@ class Run:
         reports = [_by_phase(report) for report in self.worker.memory().result()]
         phases = {phase: None for report in reports for phase in report}  # in the order of the step
         return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
+
+
+def _wait_for(calls: list[Future]) -> None:
+    for call in calls:
+        call.result()
 
 
 def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:

@@ -16,9 +16,10 @@ from typing import Any
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
-from hybridflow.config.own_class import load_class
+from hybridflow.config.own_class import load_class, load_role
+from hybridflow.config.replay import check_replay
 from hybridflow.config.run_folder import check_run_folder
-from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
+from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.controller.placement import place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
@@ -124,8 +125,13 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     if run_folder:
         check_run_folder(Path(config.run.dir), config.run.overwrite)
     check_data(config)
+    if config.run.replay:
+        check_replay(config, models["actor"].vocab_size)
     if ":" in config.algorithm.name:
         load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
+    for name, role in config.megatron_roles().items():
+        if role.implementation:
+            load_role(f"roles.{name}.implementation", role.implementation, ROLE_METHODS.get(name, ()))
     return models
 
 
@@ -193,8 +199,6 @@ def _check_not_yet(config: Config) -> None:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
     if config.run.save_every:
         raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
-    if config.run.profile:
-        raise ConfigError("run.profile=true is not supported yet: use false")
 
 
 def _check_numbers(config: Config) -> None:

@@ -15,6 +15,12 @@ from megatron_ext.layout import Layout, Split
 
 ALGORITHMS = ("grpo", "ppo", "remax")
 ALGORITHM_METHODS = ("prepare", "step")  # of a class of the user's own
+_TRAINED_METHODS = ("start_training", "update", "make_room", "release_weights", "restore", "export")
+ROLE_METHODS = {  # that a run calls, of a class of the user's own
+    "actor": ("log_probs", *_TRAINED_METHODS),
+    "critic": ("values", "copy_from", *_TRAINED_METHODS),
+    "reference": ("log_probs", "copy_from"),
+}
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -86,6 +92,9 @@ class MegatronRoleConfig:
 
     # all | [0, 1] or ["0-3"] | ["node0:[0,1]", ...] (controller/placement.py). Roles may share their ranks, or some of them
     ranks: Any = "all"
+    # a class of your own in place of the one in hybridflow/roles, usually derived from it, in the working directory or where
+    # Python finds packages: package.module:Class. Its remote methods declare a transfer protocol (controller/protocols.py)
+    implementation: str = ""
     tp: int = 1
     pp: int = 1
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
@@ -251,7 +260,11 @@ class RunConfig:
     save_every: int = 0  # checkpoint every so many steps; 0: only the trained model at the end
     resume: Literal["auto", "never"] = "auto"
     overwrite: bool = False  # delete the run that `dir` holds
-    profile: bool = False
+    profile: bool = False  # write every rank's calls as timeline/step-N.json, which opens in Perfetto
+    save_rollouts: bool = False  # keep every step's responses with their log-probs in rollouts/step-N.safetensors
+    # the folder of an earlier run with save_rollouts: its responses are taken, step by step, in place of generating, so that
+    # layouts or settings are compared on the same samples. Weights are still resharded, evaluations still generated
+    replay: str = ""
     port: int = 0  # where the ranks meet; 0: a free port
 
 

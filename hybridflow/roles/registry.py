@@ -1,7 +1,9 @@
 """From the config to the roles of a rank."""
 
-from hybridflow.config.schema import Config
+from hybridflow.config.own_class import load_role
+from hybridflow.config.schema import ROLE_METHODS, Config
 from hybridflow.controller.handle import RoleHandle, Transport
+from hybridflow.controller.kept import Courier
 from hybridflow.controller.placement import place
 from hybridflow.controller.role import Role
 from hybridflow.controller.worker import Worker
@@ -21,6 +23,12 @@ def configured(config: Config) -> list[str]:
     return [name for name in ROLES if getattr(config.roles, name) is not None]
 
 
+def role_class(config: Config, name: str) -> type[Role]:
+    """The one of this package, or of the user's own (`roles.X.implementation`)."""
+    path = getattr(getattr(config.roles, name), "implementation", "")
+    return load_role(f"roles.{name}.implementation", path, ROLE_METHODS.get(name, ())) if path else ROLES[name]
+
+
 def build_roles(config: Config, rank: int) -> dict[str, Role]:
     """Build this rank's part of every role that lives on it. Collective over its pool: all ranks build in the same order, and
     those of the pool that a role leaves out help it to make its groups."""
@@ -28,14 +36,17 @@ def build_roles(config: Config, rank: int) -> dict[str, Role]:
     pool, roles = placement.pools[placement.pool_of(rank)], {}
     for name in configured(config):
         if rank in placement.roles[name]:
-            roles[name] = ROLES[name](name, config)
+            roles[name] = role_class(config, name)(name, config)
         elif placement.roles[name][0] in pool:
-            ROLES[name].stand_by(name, config)
+            role_class(config, name).stand_by(name, config)
     return roles
 
 
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
     """The driver's handles of all roles, and of the ranks themselves as `worker`."""
-    placed = place(config).roles
-    found = {name: RoleHandle(name, ROLES[name], layout_of(config, name), transport, placed) for name in configured(config)}
-    return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}
+    placed, courier = place(config).roles, Courier()
+    found = {
+        name: RoleHandle(name, role_class(config, name), layout_of(config, name), transport, placed, courier)
+        for name in configured(config)
+    }
+    return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport, courier=courier)}
