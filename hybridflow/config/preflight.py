@@ -20,7 +20,7 @@ from hybridflow.config.own_class import load_class, load_role
 from hybridflow.config.replay import check_replay
 from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
-from hybridflow.controller.placement import place
+from hybridflow.controller.placement import either, place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -313,7 +313,7 @@ def _check_launcher(config: Config) -> None:
 def _check_resources(key: str, node: Any, amounts: Any, nodes: int) -> None:
     names = [f"node{number}" for number in range(nodes)]
     if node not in names:
-        raise ConfigError(f"{key}: cluster.nodes={nodes} are {_either(names)}")
+        raise ConfigError(f"{key}: cluster.nodes={nodes} are {either(names)}")
     if not isinstance(amounts, dict):
         raise ConfigError(f"{key}={amounts} is not a section of amounts, such as {{H200: 1}}")
     for name, amount in amounts.items():
@@ -415,7 +415,7 @@ def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
     for name, size in sizes.items():
         if size % layout.tp:
             fits = [n for n in range(1, hf.num_heads + 1) if all(other % n == 0 for other in sizes.values())]
-            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {_either(fits)}")
+            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {either(fits)}")
     try:
         layout.stage_layers(hf.num_layers)
     except ValueError as error:
@@ -455,8 +455,3 @@ def _check_lengths(config: Config, models: Mapping[str, HFConfig]) -> None:
         least = -(-longest // multiple) * multiple  # micro-batches are padded to a multiple of tp
         if budget < least:
             raise ConfigError(f"{key}={budget} does not hold one sequence: {both}: use at least {least}")
-
-
-def _either(numbers: list) -> str:
-    words = [str(n) for n in numbers]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
