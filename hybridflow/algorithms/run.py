@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +22,22 @@ from hybridflow.data.problems import Problem, Source
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
-from hybridflow.rewards.pool import DirectScorer, ScorerPool
+from hybridflow.rewards.samples import Sample, samples_of
+from hybridflow.rewards.scoring import Scored, Scoring
 from hybridflow.rollout.engine import Sampling
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
+
+
+class CriticFields(NamedTuple):
+    """A critic's fields of a step's samples."""
+
+    values: str
+    returns: str
+
+
+CRITICS = {"critic": CriticFields("values", "returns"), "cost_critic": CriticFields("cost_values", "cost_returns")}
 _OF_THE_STEP = ("grad_norm", "lr", "skipped")  # what an update reports once, the same on every rank; the rest are sums
 
 
@@ -38,6 +51,8 @@ class Run:
 
     Attributes:
         actor, rollout, reference, critic: role handles; reference and critic are None where the config has none.
+        critics: the critics by name: critic, and cost_critic where there are costs.
+        scorings: where rewards and, after them, costs come from.
         step_index: 0 before the first step (warm start, first evaluation), then 1, 2, ...
         position: in the source's order of problems.
         kl: the coefficient of the KL penalty.
@@ -45,11 +60,12 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, roles: Roles, text: Text, source: Source, scorer: DirectScorer | ScorerPool, recorder: Recorder
+        self, config: Config, roles: Roles, text: Text, source: Source, scorings: Sequence[Scoring], recorder: Recorder
     ):
-        self.config, self.text, self.source, self.scorer, self.recorder = config, text, source, scorer, recorder
+        self.config, self.text, self.source, self.scorings, self.recorder = config, text, source, scorings, recorder
         self.actor, self.rollout = roles["actor"], roles["rollout"]
         self.reference, self.critic, self.worker = roles.get("reference"), roles.get("critic"), roles["worker"]
+        self.critics = {name: roles[name] for name in CRITICS if name in roles}
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
         self.throughput = Throughput(config)
@@ -57,7 +73,8 @@ class Run:
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
-        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
+        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], **{name: [] for name in self.critics}}
+        self._scored = {scoring.name: Counter() for scoring in scorings}
 
     def where(self) -> str:
         """What the run is at, for messages."""
@@ -99,7 +116,7 @@ class Run:
                 role.restore().result()
 
     def _trained(self) -> list[RoleHandle]:
-        return [self.actor] if self.critic is None else [self.actor, self.critic]
+        return [self.actor, *self.critics.values()]
 
     def generate(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
         """`sample` in a rollout of its own."""
@@ -129,8 +146,8 @@ class Run:
         with self.recorder.phase("release"):
             for role in self._trained():
                 role.make_room().result()
-            if self.critic is not None:  # the engine has no use for its weights
-                self.critic.release_weights().result()
+            for critic in self.critics.values():  # the engine has no use for their weights
+                critic.release_weights().result()
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
@@ -157,53 +174,52 @@ class Run:
     # --- rewards
 
     def score(self, problems: list[Problem], samples: Batch) -> Batch:
-        """Add `rewards` [N] and write the samples down."""
-        with self.recorder.phase("reward"):
-            rewards, responses = self._score(problems, samples)
-        self.metrics["reward/mean"] = rewards.mean().item()
-        self.recorder.samples(self._rows("train", problems, samples, responses, rewards))
-        return samples.with_fields(rewards=rewards)
+        """Add `rewards` [N], where the config has costs also `costs` [N], and write the samples down."""
+        asked = samples_of(problems, samples, self.text)
+        found = {}
+        for scoring in self.scorings:
+            scored = found[f"{scoring.name}s"] = self._score(scoring, asked)
+            self.metrics |= scored.metrics
+        totals = {name: scored.total for name, scored in found.items()}
+        self.recorder.samples(self._rows("train", asked, samples, totals))
+        return samples.with_fields(**totals)
 
     def score_baseline(self, problems: list[Problem], samples: Batch) -> Tensor:
         """Rewards [N] of responses that the samples are compared with; nothing is trained on them."""
-        with self.recorder.phase("reward"):
-            rewards, _ = self._score(problems, samples)
+        rewards = self._score(self.scorings[0], samples_of(problems, samples, self.text)).total
         self.metrics["reward/baseline_mean"] = rewards.mean().item()
         return rewards
 
-    def _score(self, problems: list[Problem], samples: Batch) -> tuple[Tensor, list[str]]:
-        """Rewards [N] float32 and the responses as text. Where the scorer fails or is too slow the reward is 0, and counted."""
-        rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
-        responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
-        asked = [problems[i] for i in samples["prompt_index"].tolist()]
-        pairs = zip(asked, responses, strict=True)
-        scores = self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs])
-        for name, count in (("reward/failed", scores.failed), ("reward/timed_out", scores.timed_out)):
-            self.metrics[name] = self.metrics.get(name, 0) + count
-        if scores.first_failure:
-            self.recorder.line(f"warning: {scores.failed + scores.timed_out} rewards are 0: {scores.first_failure}")
-        return torch.tensor(scores.rewards, dtype=torch.float32), responses
+    def _score(self, scoring: Scoring, asked: list[Sample]) -> Scored:
+        """Notes down failures, and how many of a step's scores were known before where they are kept."""
+        name = scoring.name
+        with self.recorder.phase(name):
+            scored = scoring.score(asked)
+        counts = self._scored[name]
+        counts.update(scored.counts)
+        self.metrics |= {f"{name}/{what}": counts[what] for what in ("failed", "timed_out")}
+        if self.config.scores()[name].cache_size:
+            self.metrics[f"{name}/cache_hit_rate"] = counts["cached"] / counts["asked"]
+        if scored.first_failure:
+            failed = scored.counts["failed"] + scored.counts["timed_out"]
+            self.recorder.line(f"warning: {failed} scores ({name}) are 0: {scored.first_failure}")
+        return scored
 
-    def _rows(self, kind: str, problems: list[Problem], samples: Batch, responses: list[str], rewards: Tensor) -> list[dict]:
+    def _rows(self, kind: str, asked: list[Sample], samples: Batch, totals: dict[str, Tensor]) -> list[dict]:
+        """`totals`: rewards, and costs where there are any."""
+        responses = (tokens[mask] for tokens, mask in zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True))
         return [
             {
                 "step": self.step_index,
                 "kind": kind,
-                "prompt": problems[index].question,
-                "answer": problems[index].answer,
-                "response": response,
-                "reward": reward,
-                "tokens": tokens[mask].tolist(),
-                "prompt_tokens": problems[index].prompt_tokens,
+                "prompt": sample.problem.question,
+                "answer": sample.problem.answer,
+                "response": sample.response,
+                **{name.removesuffix("s"): total[row].item() for name, total in totals.items()},
+                "tokens": tokens.tolist(),
+                "prompt_tokens": sample.problem.prompt_tokens,
             }
-            for index, response, reward, tokens, mask in zip(
-                samples["prompt_index"].tolist(),
-                responses,
-                rewards.tolist(),
-                samples.rows("tokens"),
-                samples.rows("loss_mask"),
-                strict=True,
-            )
+            for row, (sample, tokens) in enumerate(zip(asked, responses, strict=True))
         ]
 
     def evaluate(self) -> None:
@@ -212,8 +228,9 @@ class Run:
         if not problems:
             return
         samples = self.generate(problems, 1, greedy=True)
-        rewards, responses = self._score(problems, samples)
-        self.recorder.samples(self._rows("evaluation", problems, samples, responses, rewards))
+        asked = samples_of(problems, samples, self.text)
+        rewards = self._score(self.scorings[0], asked).total
+        self.recorder.samples(self._rows("evaluation", asked, samples, {"rewards": rewards}))
         seconds = sum(self.recorder.take_phases().values())
         self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
 
@@ -237,10 +254,11 @@ class Run:
         return samples
 
     def add_values(self, samples: Batch) -> Batch:
-        """Add `values`: what the critic expects before each token."""
+        """Add `values`, and of a cost critic `cost_values`: what a critic expects before each token."""
         with self.recorder.phase("values"):
-            found = self.critic.values(samples.only("tokens", "loss_mask")).result()
-        return samples.with_fields(values=found["values"])
+            asked = {name: critic.values(samples.only("tokens", "loss_mask")) for name, critic in self.critics.items()}
+            found = {CRITICS[name].values: pending.result()["values"] for name, pending in asked.items()}
+        return samples.with_fields(**found)
 
     def rewards_less_kl(self, samples: Batch) -> Tensor:
         """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference, summed over the response."""
@@ -255,6 +273,12 @@ class Run:
         rewards = token_rewards(samples["rewards"], samples.values("loss_mask"), samples.segments())
         penalty = self._kl_in_reward(samples)
         return rewards if penalty is None else rewards - penalty
+
+    def token_costs(self, samples: Batch) -> Tensor:
+        """Costs of all tokens [T]; a KL penalty that goes off the rewards comes on top of them."""
+        costs = token_rewards(samples["costs"], samples.values("loss_mask"), samples.segments())
+        penalty = self._kl_in_reward(samples)
+        return costs if penalty is None else costs + penalty
 
     def _kl_in_reward(self, samples: Batch) -> Tensor | None:
         """The KL penalty at each token [T] that goes off the rewards; None where none does."""
@@ -290,24 +314,26 @@ class Run:
         self.start_training()
 
     def start_value_training(self) -> None:
-        """The critic, where it has the actor's model, becomes a copy of the policy as it is now, but for its head; its
-        optimizer is a fresh one."""
-        if self.config.model_path("critic") == self.config.model_path("actor"):
-            self.critic.copy_from("actor").result()
-        self.critic.start_training(_settings(self.config.roles.critic.optimizer)).result()
+        """A critic that has the actor's model becomes a copy of the policy as it is now, but for its head; its optimizer is a
+        fresh one."""
+        for name, critic in self.critics.items():
+            if self.config.model_path(name) == self.config.model_path("actor"):
+                critic.copy_from("actor").result()
+            critic.start_training(_settings(self.config.trained_roles()[name].optimizer)).result()
 
     def policy_objective(self) -> PolicyObjective:
         """The policy's loss as the config says, with the KL coefficient of this step."""
         return policy_objective(self.config.algorithm, self.kl.value)
 
     def improve(self, samples: Batch, objective: object, value_objective: object = None) -> None:
-        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critic as well where it has
-        an objective; then the KL coefficient for the next step."""
+        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critics as well where they
+        have an objective; then the KL coefficient for the next step."""
         for _ in range(self.config.algorithm.epochs):
             for mini_batch in self.mini_batches(samples):
-                finish = self._start_value_update(mini_batch, value_objective) if value_objective else None
+                critics = self.critics if value_objective else ()
+                begun = [self._start_value_update(name, mini_batch, value_objective) for name in critics]
                 self.update(mini_batch, objective)
-                if finish:
+                for finish in begun:
                     finish()
         if self.kl.target:
             kl = self._kl(samples, "k1").sum().item() / len(samples)
@@ -327,16 +353,18 @@ class Run:
             "actor", {name: value for name, value in sums.items() if not name.startswith("mismatch")}, shards
         )
 
-    def _start_value_update(self, batch: Batch, objective: object) -> Callable[[], None]:
-        """Begin an optimizer step of the critic; what is returned waits for it: on ranks of their own, critic and actor update
+    def _start_value_update(self, name: str, batch: Batch, objective: object) -> Callable[[], None]:
+        """Begin an optimizer step of a critic; what is returned waits for it: on ranks of their own, critics and actor update
         at the same time."""
-        with self.recorder.phase("update_critic"):
-            pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
+        fields, phase = CRITICS[name], f"update_{name}"
+        own = batch.only("tokens", "loss_mask").with_fields(values=batch[fields.values], returns=batch[fields.returns])
+        with self.recorder.phase(phase):
+            pending = self.critics[name].update(own, objective)
 
         def finish() -> None:
-            with self.recorder.phase("update_critic"):
+            with self.recorder.phase(phase):
                 shards = pending.result()
-            self._note_update("critic", merge_sums(shards), shards)
+            self._note_update(name, merge_sums(shards), shards)
 
         return finish
 
@@ -352,7 +380,8 @@ class Run:
     def begin_step(self) -> None:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
-        self.metrics, self._updates = {}, {"actor": [], "critic": []}
+        self.metrics, self._updates = {}, {name: [] for name in self._updates}
+        self._scored = {name: Counter() for name in self._scored}
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
@@ -396,11 +425,12 @@ _PHASES = {
     "reference.log_probs": "reference",
     "actor.log_probs": "log_probs",
     "actor.update": "update",
-    "critic.make_room": "make_room",
-    "critic.release_weights": "make_room",
-    "critic.restore": "restore",
-    "critic.values": "values",
-    "critic.update": "update_critic",
+    **{f"{name}.{call}": "make_room" for name in CRITICS for call in ("make_room", "release_weights")},
+    **{f"{name}.restore": "restore" for name in CRITICS},
+    **{f"{name}.values": "values" for name in CRITICS},
+    **{f"{name}.update": f"update_{name}" for name in CRITICS},
+    "reward.scores": "reward",
+    "cost.scores": "cost",
 }
 
 

@@ -7,11 +7,25 @@ from hybridflow.controller.worker import Worker
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
+from hybridflow.roles.reward import HFRewardModel, RewardModel
 from hybridflow.roles.rollout import Rollout, choose_layout
 from megatron_ext.layout import Layout
 
 # The engine comes first: vLLM wants the memory free that it is going to use.
-ROLES: dict[str, type[Role]] = {"rollout": Rollout, "actor": Actor, "critic": Critic, "reference": Reference}
+ROLES: dict[str, type[Role]] = {
+    "rollout": Rollout,
+    "actor": Actor,
+    "critic": Critic,
+    "cost_critic": Critic,
+    "reference": Reference,
+    "reward": RewardModel,
+    "cost": RewardModel,
+}
+
+
+def role_class(config: Config, name: str) -> type[Role]:
+    """The class of a role, by its backend where it has a choice."""
+    return HFRewardModel if getattr(getattr(config.roles, name), "backend", "megatron") == "hf" else ROLES[name]
 
 
 def configured(config: Config) -> list[str]:
@@ -21,7 +35,7 @@ def configured(config: Config) -> list[str]:
 
 def build_roles(config: Config) -> dict[str, Role]:
     """Build this rank's part of every role. Collective: all ranks build in the same order."""
-    return {name: ROLES[name](name, config) for name in configured(config)}
+    return {name: role_class(config, name)(name, config) for name in configured(config)}
 
 
 def layout_of(config: Config, name: str) -> Layout:
@@ -31,5 +45,7 @@ def layout_of(config: Config, name: str) -> Layout:
 
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:
     """The driver's handles of all roles, and of the ranks themselves as `worker`."""
-    found = {name: RoleHandle(name, ROLES[name], layout_of(config, name), transport) for name in configured(config)}
+    found = {
+        name: RoleHandle(name, role_class(config, name), layout_of(config, name), transport) for name in configured(config)
+    }
     return found | {"worker": RoleHandle("worker", Worker, Layout(config.world_size), transport)}
