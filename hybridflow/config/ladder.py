@@ -51,6 +51,7 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
     rungs = (
         Rung("ranks", f"{config.world_size}", f"{config.cluster.nodes} nodes x {config.cluster.ranks_per_node}"),
         *(rung for role, layers in num_layers.items() for rung in _megatron(config, role, layers)),
+        *(_whole(config, role) for role in config.scoring_roles() if role not in num_layers),
         Rung("rollout", f"{engines} x TP{config.roles.rollout.tp}", f"{config.dtype('rollout')}, engines x ranks of an engine"),
         Rung("prompts", f"{batch.prompts}", f"per step; at most {-(-batch.prompts // engines)} per engine"),
         Rung("samples", f"{samples}", f"{batch.samples_per_prompt} per prompt; at most {longest} tokens each"),
@@ -69,7 +70,7 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
             f"<= {micro_batches}",
             f"per rank and mini-batch, of at most {actor.micro_batch_tokens} packed tokens",
         ),
-        *_critic(config, mini_batch, longest),
+        *(_critic(config, name, mini_batch, longest) for name in config.trained_roles() if name != "actor"),
         Rung("steps", f"{config.run.steps}", f"{config.run.steps * samples} samples in all; {_warm_start(config)}"),
     )
     return Ladder(
@@ -82,15 +83,12 @@ def _micro_batches(samples: int, budget: int, longest: int) -> int:
     return -(-samples // max(1, budget // longest))
 
 
-def _critic(config: Config, mini_batch: int, longest: int) -> list[Rung]:
-    """The actor's mini-batches on the critic's own ranks."""
-    critic = config.roles.critic
-    if critic is None:
-        return []
-    dp = config.layout("critic").dp
+def _critic(config: Config, name: str, mini_batch: int, longest: int) -> Rung:
+    """The actor's mini-batches on a critic's own ranks."""
+    critic, dp = config.trained_roles()[name], config.layout(name).dp
     count = _micro_batches(-(-mini_batch // dp), critic.micro_batch_tokens, longest)
     meaning = f"per mini-batch on each of {dp} data-parallel ranks, of at most {critic.micro_batch_tokens} packed tokens"
-    return [Rung("… of the critic", f"<= {count}", meaning)]
+    return Rung(f"… of the {name.replace('_', ' ')}", f"<= {count}", meaning)
 
 
 def _megatron(config: Config, role: str, num_layers: int) -> list[Rung]:
@@ -98,6 +96,11 @@ def _megatron(config: Config, role: str, num_layers: int) -> list[Rung]:
     split = layout.describe_layers(num_layers)
     rungs = [Rung(role, layout.describe(), f"{config.dtype(role)}, {config.model_path(role)}")]
     return [*rungs, Rung(f"{role} layers", f"{num_layers}", f"by pipeline stage: {split}")] if split else rungs
+
+
+def _whole(config: Config, role: str) -> Rung:
+    """A classifier that transformers runs."""
+    return Rung(role, config.layout(role).describe(), f"{config.dtype(role)}, {config.model_path(role)} by transformers")
 
 
 def _fill(mini_batch: int, dp: int) -> str:

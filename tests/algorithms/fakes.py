@@ -12,6 +12,7 @@ from hybridflow.controller.kept import Courier
 from hybridflow.data.problems import Problem
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.rewards.pool import Scores
+from hybridflow.rewards.scoring import Scoring, Term
 from tests.config.folders import write_config, write_model
 
 RESPONSE = 3  # tokens
@@ -51,7 +52,10 @@ class FakeScorer:
     """Rewards 1, 2, 3, ... in the order of the samples, starting anew with each call."""
 
     def score(self, asked: list) -> Scores:
-        return Scores([float(n + 1) for n in range(len(asked))], 0, 0, "")
+        return Scores([float(n + 1) for n in range(len(asked))], 0, 0, None)
+
+    def close(self) -> None:
+        pass
 
 
 class FakeText:
@@ -81,9 +85,11 @@ def fake_run(folder: Path, *overrides: str) -> tuple[Run, list[tuple[str, tuple]
         "reference": {"log_probs": lambda batch: _like(batch, "log_probs", -2.0)},
         "worker": {"memory": lambda: [{}]},
     }
-    absent = {name for name in ("critic", "reference") if getattr(config.roles, name) is None}
+    answers["cost_critic"] = {**answers["critic"], "values": lambda batch: _like(batch, "values", 0.25)}
+    absent = {name for name in ("critic", "cost_critic", "reference") if getattr(config.roles, name) is None}
     roles = {name: FakeRole(name, calls, found) for name, found in answers.items() if name not in absent}
-    return Run(config, roles, FakeText(), None, FakeScorer(), Recorder(config.run.dir, config)), calls
+    scorings = [Scoring(name, {"made up": Term(FakeScorer(), lambda sample: sample)}) for name in config.scores()]
+    return Run(config, roles, FakeText(), None, scorings, Recorder(config.run.dir, config)), calls
 
 
 def _generate(prompts: Batch, sampling, seed: int) -> Batch:

@@ -101,14 +101,16 @@ def test_what_does_not_depend_on_each_other_is_started_before_any_of_it_is_waite
     run, calls = fake_run(tmp_path, *overrides)
     for role in (run.actor, run.reference, run.critic, run.rollout):
         role.waits = calls
-    asked, score = threading.Event(), run.scorer.score
+    (scoring,) = run.scorings
+    scorer = scoring._terms["made up"].scorer
+    asked, score = threading.Event(), scorer.score
 
     def slow(items):
         assert asked.wait(10)  # the scorers are at work while the critic is called ...
         time.sleep(0.05)
         return score(items)
 
-    run.scorer.score = slow
+    scorer.score = slow
     values = run.critic._answers["values"]
     run.critic._answers["values"] = lambda batch: asked.set() or values(batch)
     run.begin_step()
