@@ -124,9 +124,7 @@ class Batch:
 
     def renamed(self, names: Mapping[str, str]) -> "Batch":
         """This batch with fields under other names: `names` by the old ones; the rest keep theirs."""
-        kept = self.kept and replace(
-            self.kept, versions={names.get(n, n): version for n, version in self.kept.versions.items()}
-        )
+        kept = self.kept and replace(self.kept, versions={names.get(n, n): v for n, v in self.kept.versions.items()})
         return Batch({names.get(name, name): self._data[name] for name in self.names}, kept)
 
     def select(self, indices: Iterable[int]) -> "Batch":

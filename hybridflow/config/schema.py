@@ -101,8 +101,8 @@ class MegatronRoleConfig:
     sequence_parallel: bool = False  # takes effect where tp > 1; models with experts need it there
     recompute: Literal["none", "selective", "full"] = "none"
     # what rests in page-locked host memory while it is not needed. Of actor and critic, while the rollout engine is awake:
-    # params, grads (carry nothing over, so that they are dropped only), optimizer; of the reference, outside its own calls:
-    # params
+    # params, grads (carry nothing over, so that they are dropped only), optimizer; of the reference and of models that
+    # score, outside their own calls: params
     offload: list[str] = field(default_factory=list)
     forward_micro_batch_tokens: int = 16384  # tokens of a packed micro-batch without backward
     model: ModelOverride | None = None
