@@ -22,6 +22,7 @@ from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
 from hybridflow.rewards.pool import DirectScorer, ScorerPool
 from hybridflow.rollout.engine import Sampling
+from megatron_ext.intervals import Pass, bubble
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
@@ -42,6 +43,7 @@ class Run:
         position: in the source's order of problems.
         kl: the coefficient of the KL penalty.
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
+        passes: under run.profile the pipeline schedules of the step that was finished last, by role.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Run:
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
+        self.passes: dict[str, list[Pass]] = {}
         self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
 
     def where(self) -> str:
@@ -356,6 +359,8 @@ class Run:
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
+        if self.config.run.profile:
+            self._passes()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
@@ -365,13 +370,31 @@ class Run:
         metrics = {"step": self.step_index} | self.metrics
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
+        if self.config.run.profile:
+            self.passes = self._passes()
+            metrics |= _bubbles(self.passes["actor"])
         self.recorder.log(metrics)
+
+    def _passes(self) -> dict[str, list[Pass]]:
+        """When every rank of a Megatron role worked, by role and pass of its schedule in this step."""
+        roles = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        reports = {name: role.take_passes().result() for name, role in roles.items() if role is not None}
+        return {name: list(zip(*ranks, strict=True)) for name, ranks in reports.items()}
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
         reports = [_by_phase(report) for report in self.worker.memory().result()]
         phases = {phase: None for report in reports for phase in report}  # in the order of the step
         return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
+
+
+def _bubbles(passes: list[Pass]) -> dict[str, float]:
+    """pipeline/bubble_* of the passes that train: the mean stage and the one that idles most."""
+    training = [one for one in passes if any(interval.kind == "backward" for rank in one for interval in rank)]
+    if not training:
+        return {}
+    idle = bubble(training)
+    return {"pipeline/bubble_mean": idle.mean, "pipeline/bubble_max": idle.max}
 
 
 def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:

@@ -17,6 +17,7 @@ from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
 from hybridflow.config.own_class import load_class
 from hybridflow.config.run_folder import check_run_folder
+from hybridflow.config.schedule_checks import check_schedule
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
@@ -72,6 +73,8 @@ _OWNED_BY_US = {
         "expert_model_parallel_size": "ep",
         "expert_tensor_parallel_size": "etp",
         "sequence_parallel": "sequence_parallel",
+        "batch_p2p_comm": "megatron.overlap_p2p_comm",
+        "deallocate_pipeline_outputs": "megatron.overlap_p2p_comm",
         "recompute_granularity": "recompute",
         "bf16": "dtype",
         "params_dtype": "dtype",
@@ -113,6 +116,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     _check_libraries(config)
     models = {role: _read_model(config, role) for role in config.megatron_roles()}
     for role, hf in models.items():
+        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
         _check_layout(config, role, hf)
     _check_rollout(config, models["actor"])
     _check_lengths(config, models)
@@ -188,8 +192,6 @@ def _check_not_yet(config: Config) -> None:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
     if config.run.save_every:
         raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
-    if config.run.profile:
-        raise ConfigError("run.profile=true is not supported yet: use false")
 
 
 def _check_numbers(config: Config) -> None:

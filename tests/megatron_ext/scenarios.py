@@ -27,7 +27,14 @@ class Role:
 
 
 def make_role(
-    reference: torch.nn.Module, layout: Layout, dtype=torch.float32, name="actor", seed=1, spec="local", **config
+    reference: torch.nn.Module,
+    layout: Layout,
+    dtype=torch.float32,
+    name="actor",
+    seed=1,
+    spec="local",
+    overlap_grad_reduce=False,
+    **config,
 ) -> Role:
     """Build, fill and wrap; collective over the world. `spec` None: what the device's own would be."""
     from megatron_ext.model import build_model, transformer_config
@@ -41,7 +48,7 @@ def make_role(
         settings = transformer_config(hf, layout, dtype, **config)
         chunks = build_model(hf, layout, settings, spec)
         fill(chunks, reference.state_dict(), hf, layout, torch.distributed.get_rank())
-        wrapped = wrap(chunks, settings)
+        wrapped = wrap(chunks, settings, overlap_grad_reduce)
     return Role(state, layout, hf, settings, chunks, wrapped)
 
 

@@ -16,7 +16,7 @@ DP2_PP2_VPP4 = Layout(4, pp=2, vpp=4)
 PP4_VPP2 = Layout(4, pp=4, vpp=2)
 PP4_VPP4 = Layout(4, pp=4, vpp=4)
 PP4_VPP2_BY_COST = Layout(4, pp=4, vpp=2, split=Split(embedding=1, loss=2))
-OVERLAPPED = {"overrides": {"overlap_p2p_comm": True}}
+NOT_OVERLAPPED = {"overrides": {"overlap_p2p_comm": False}}
 PP2_VPP2_LOSS = Layout(4, tp=2, pp=2, vpp=2, sequence_parallel=True, split=Split(loss=1))
 PP4_BARE_ENDS = Layout(4, pp=4, split=Split((0, 2, 2, 0)))
 PP2_VPP2_BARE_ENDS = Layout(4, pp=2, vpp=2, split=Split((0, 1, 2, 0)))
@@ -52,8 +52,10 @@ CASES = {
     "pp4-vpp2": (PP4_VPP2, {"family": "qwen2", "num_hidden_layers": 8}, {"recompute": "full"}),
     "pp4-vpp4": (PP4_VPP4, {"family": "llama", "num_hidden_layers": 16, "tied": True}, {"recompute": "selective"}),
     "pp4-vpp2-9-layers-by-cost": (PP4_VPP2_BY_COST, {"family": "llama", "num_hidden_layers": 9}, {}),
-    "dp2-pp2-vpp4-overlapped": (DP2_PP2_VPP4, {"family": "llama", "num_hidden_layers": 8}, OVERLAPPED),
-    "pp4-vpp2-overlapped": (PP4_VPP2, {"family": "qwen2", "num_hidden_layers": 8, "tied": True}, OVERLAPPED),
+    "dp2-pp2-vpp4-transfers-not-overlapped": (DP2_PP2_VPP4, {"family": "llama", "num_hidden_layers": 8}, NOT_OVERLAPPED),
+    "pp4-vpp2-transfers-not-overlapped": (PP4_VPP2, {"family": "qwen2", "num_hidden_layers": 8, "tied": True}, NOT_OVERLAPPED),
+    "dp2-pp2-vpp2-gradients-overlapped": (DP2_PP2_VPP2, {"family": "llama", "tied": True}, {"overlap_grad_reduce": True}),
+    "dp2-pp2-gradients-overlapped": (DP2_PP2, {"family": "qwen2"}, {"overlap_grad_reduce": True}),
     # uneven stages
     "pp4-7-layers": (PP4, {"family": "qwen2", "num_hidden_layers": 7}, {}),
     "pp4-7-layers-tied": (PP4, {"family": "llama", "num_hidden_layers": 7, "tied": True}, {"recompute": "full"}),
