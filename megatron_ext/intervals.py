@@ -85,10 +85,10 @@ def union(intervals: Iterable[Interval]) -> float:
     return total
 
 
-def chrome_events(ranks: Pass, process: str = "pipeline", pid: int = 0) -> list[dict[str, Any]]:
+def chrome_events(ranks: Pass, process: str = "pipeline", pid: int = 0, origin_s: float = 0.0) -> list[dict[str, Any]]:
     """The intervals as events of Chrome's trace format (opens in Perfetto): a row per rank, named by its stage.
 
-    Timestamps are microseconds of the wall clock, so that they stand beside other events which use it.
+    Timestamps are whole microseconds since `origin_s` of the wall clock, so that they stand beside other events which use it.
     """
     events = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}]
     for number, rank in enumerate(ranks):
@@ -97,18 +97,19 @@ def chrome_events(ranks: Pass, process: str = "pipeline", pid: int = 0) -> list[
         row = {"pid": pid, "tid": number}
         events.append({"ph": "M", "name": "thread_name", **row, "args": {"name": f"stage {rank[0].stage}, rank {number}"}})
         events.append({"ph": "M", "name": "thread_sort_index", **row, "args": {"sort_index": rank[0].stage}})
-        events += [_event(interval, row) for interval in rank]
+        events += [_event(interval, row, origin_s) for interval in rank]
     return events
 
 
-def _event(interval: Interval, row: dict[str, int]) -> dict[str, Any]:
+def _event(interval: Interval, row: dict[str, int], origin_s: float) -> dict[str, Any]:
+    start, end = (round((at - origin_s) * 1e6) for at in (interval.start_s, interval.end_s))
     return {
         "ph": "X",
         "name": interval.name,
         "cat": interval.kind,
         "cname": _COLOURS[interval.kind],
-        "ts": interval.start_s * 1e6,
-        "dur": (interval.end_s - interval.start_s) * 1e6,
+        "ts": start,
+        "dur": end - start,
         **row,
         "args": {"micro_batch": interval.micro_batch, "chunk": interval.chunk, "stage": interval.stage},
     }

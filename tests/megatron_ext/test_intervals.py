@@ -56,11 +56,19 @@ def test_nothing_recorded_is_an_error():
 
 
 def test_chrome_events():
-    events = json.loads(json.dumps(chrome_events([[interval("forward", 1.5, 2)], [interval("backward", 2, 3, 1)]], "actor", 7)))
+    events = json.loads(
+        json.dumps(chrome_events([[interval("forward", 1.5, 2)], [interval("backward", 2, 3, 1)]], "actor", 7, 1.0))
+    )
     names = {(event["name"], event.get("tid")): event for event in events}
     assert names["process_name", None]["args"] == {"name": "actor"}
     assert names["thread_name", 1]["args"] == {"name": "stage 1, rank 1"}
     forward = names["F0.0", 0]
-    assert (forward["ph"], forward["pid"], forward["ts"], forward["dur"], forward["cat"]) == ("X", 7, 1.5e6, 0.5e6, "forward")
+    assert (forward["ph"], forward["pid"], forward["ts"], forward["dur"], forward["cat"]) == (
+        "X",
+        7,
+        500_000,
+        500_000,
+        "forward",
+    )
     assert names["B0.0", 1]["args"] == {"micro_batch": 0, "chunk": 0, "stage": 1}
     assert names["B0.0", 1]["cname"] != forward["cname"]
