@@ -28,6 +28,7 @@ from hybridflow.metrics.timeline import Timeline
 from hybridflow.rewards.samples import Sample, samples_of
 from hybridflow.rewards.scoring import Scored, Scoring
 from hybridflow.rollout.engine import Sampling
+from megatron_ext.intervals import Pass, bubble
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
@@ -61,6 +62,7 @@ class Run:
         position: in the source's order of problems.
         kl: the coefficient of the KL penalty.
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
+        passes: under run.profile the pipeline schedules of the step that was finished last, by role.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Run:
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
+        self.passes: dict[str, list[Pass]] = {}
         self._updates: dict[str, list[dict[str, float]]] = {"actor": [], **{name: [] for name in self.critics}}
         self._scored = {scoring.name: Counter() for scoring in scorings}
 
@@ -465,6 +468,7 @@ class Run:
         self._memory()
         if self._timeline:
             self._timeline.begin_step()
+            self._passes()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
@@ -482,8 +486,19 @@ class Run:
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
         if self._timeline:
-            self._timeline.write(self.step_index, self.recorder.spans)
+            self.passes = self._passes()
+            metrics |= _bubbles(self.passes["actor"])
+            pipelines = {name: (role.ranks, self.passes[name]) for name, role in self._metered().items()}
+            self._timeline.write(self.step_index, self.recorder.spans, pipelines)
         self.recorder.log(metrics)
+
+    def _passes(self) -> dict[str, list[Pass]]:
+        """When every rank of a Megatron role worked, by role and pass of its schedule in this step."""
+        reports = {name: role.take_passes().result() for name, role in self._metered().items()}
+        return {name: list(zip(*ranks, strict=True)) for name, ranks in reports.items()}
+
+    def _metered(self) -> dict[str, RoleHandle]:
+        return {"actor": self.actor, **self.critics} | ({} if self.reference is None else {"reference": self.reference})
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
@@ -495,6 +510,15 @@ class Run:
 def _wait_for(calls: list[Future]) -> None:
     for call in calls:
         call.result()
+
+
+def _bubbles(passes: list[Pass]) -> dict[str, float]:
+    """pipeline/bubble_* of the passes that train: the mean stage and the one that idles most."""
+    training = [one for one in passes if any(interval.kind == "backward" for rank in one for interval in rank)]
+    if not training:
+        return {}
+    idle = bubble(training)
+    return {"pipeline/bubble_mean": idle.mean, "pipeline/bubble_max": idle.max}
 
 
 def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:

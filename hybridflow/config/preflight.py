@@ -18,6 +18,7 @@ from hybridflow.config.model_folder import check_model_folder
 from hybridflow.config.own_class import load_class, load_role
 from hybridflow.config.replay import check_replay
 from hybridflow.config.run_folder import check_run_folder
+from hybridflow.config.schedule_checks import check_schedule
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.config.score_checks import check_classifier, check_scores
 from hybridflow.controller.placement import place
@@ -83,6 +84,8 @@ _OWNED_BY_US = {
         "expert_model_parallel_size": "ep",
         "expert_tensor_parallel_size": "etp",
         "sequence_parallel": "sequence_parallel",
+        "batch_p2p_comm": "megatron.overlap_p2p_comm",
+        "deallocate_pipeline_outputs": "megatron.overlap_p2p_comm",
         "recompute_granularity": "recompute",
         "bf16": "dtype",
         "params_dtype": "dtype",
@@ -125,6 +128,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     _check_libraries(config)
     models = {role: _read_model(config, role) for role in config.megatron_roles()}
     for role, hf in models.items():
+        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
         _check_layout(config, role, hf)
     _check_rollout(config, models["actor"])
     _check_lengths(config, models)

@@ -4,7 +4,7 @@ The dataclasses are OmegaConf structured configs: `load.py` fills them from YAML
 wrong key is reported at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from omegaconf import MISSING
@@ -77,6 +77,7 @@ class SplitConfig:
 
     embedding: int = 0  # layers that the embedding counts as, on the first stage
     loss: int = 0  # layers that the output layer and the loss count as, on the last stage
+    by_cost: bool = False  # derive `loss`: the layers that take as many operations as the output layer, rounded
     # the layers of every stage, instead of an even split: [7, 8, 8, 7]; with vpp > 1 of every chunk, in the model's order: the
     # first chunk of every stage, then the second of every stage, ... The first and the last number may be 0
     stages: list[int] = field(default_factory=list)
@@ -117,6 +118,8 @@ class TrainedConfig(MegatronRoleConfig):
     # `--dry-run` shows. The gradients go whenever the weights do, and under auto before them
     release_weights: Literal["auto", "always", "never"] = "auto"
     micro_batch_tokens: int = 8192  # tokens of a packed micro-batch with backward
+    # reduce gradients over data-parallel ranks while the last micro-batch's backward pass still runs; not with experts
+    overlap_grad_reduce: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -365,6 +368,9 @@ class Config:
         r = getattr(self.roles, role)
         sequence_parallel = r.sequence_parallel and r.tp > 1
         split = Split(tuple(r.split.stages), r.split.embedding, r.split.loss)
+        if r.split.by_cost:
+            hf = self.read_model(role)
+            split = replace(split, loss=round(hf.output_weights / hf.layer_weights))
         return Layout(count, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
 
     def model_path(self, role: str) -> str:

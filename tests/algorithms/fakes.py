@@ -1,5 +1,6 @@
 """A run whose roles only write down what they are asked, and answer with made-up numbers."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class FakeRole:
     def __init__(self, name: str, calls: list, answers: dict[str, Callable]):
         self._name, self._calls, self._answers = name, calls, answers
         self.waits: list | None = None
-        self.courier = Courier()
+        self.courier, self.ranks = Courier(), (0,)
 
     def __getattr__(self, method: str):
         def call(*args, **kwargs):
@@ -83,7 +84,7 @@ def fake_run(folder: Path, *overrides: str) -> tuple[Run, list[tuple[str, tuple]
         "actor": {"update": lambda *args: updated, "log_probs": lambda batch: _like(batch, "log_probs", -1.5)},
         "critic": {"update": lambda *args: updated, "values": lambda batch: _like(batch, "values", 0.5)},
         "reference": {"log_probs": lambda batch: _like(batch, "log_probs", -2.0)},
-        "worker": {"memory": lambda: [{}]},
+        "worker": {"memory": lambda: [{}], "clock": lambda: [("host", time.time())], "calls": lambda: [[]]},
     }
     answers["cost_critic"] = {**answers["critic"], "values": lambda batch: _like(batch, "values", 0.25)}
     absent = {name for name in ("critic", "cost_critic", "reference") if getattr(config.roles, name) is None}

@@ -43,6 +43,8 @@ def test_passes(tmp_path, model):
         ["roles.actor={tp: 1, pp: 3}", "cluster.ranks_per_node=3", "roles.rollout.tp=1"],  # 4 layers: 1, 2 and 1
         ["roles.actor.split.stages=[3,1]"],
         ["roles.actor.split={embedding: 1, loss: 1}"],
+        ["roles.actor={tp: 1, pp: 2, vpp: 2, split: {by_cost: true}, overlap_grad_reduce: true}", "run.profile=true"],
+        ["roles.actor={vpp: 2, megatron: {overlap_p2p_comm: false}}"],
         ["roles.actor={tp: 1, pp: 1}", "batch.prompts=7"],  # 14 samples a mini-batch over DP 4: filled up, not refused
         ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
         ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed
@@ -260,6 +262,30 @@ def test_passes_with(tmp_path, model, overrides):
         (
             ["roles.actor.vpp=4"],
             "roles.actor: num_hidden_layers=4 is too few for the 8 chunks of pp=2 x vpp=4: lower one of them",
+        ),
+        (
+            ["roles.actor.megatron.overlap_p2p_comm=true"],
+            "roles.actor.megatron.overlap_p2p_comm=true needs the interleaved schedule, but roles.actor.vpp=1:"
+            " use vpp=2 or more, or false",
+        ),
+        (
+            ["roles.actor={vpp: 2, megatron: {overlap_p2p_comm: false, overlap_p2p_comm_warmup_flush: true}}"],
+            "roles.actor.megatron.overlap_p2p_comm_warmup_flush=true overlaps the rest of what"
+            " roles.actor.megatron.overlap_p2p_comm=false does not overlap: leave out one of them",
+        ),
+        (
+            ["roles.actor.megatron.deallocate_pipeline_outputs=true"],
+            "roles.actor.megatron.deallocate_pipeline_outputs follows from another key:"
+            " set roles.actor.megatron.overlap_p2p_comm instead",
+        ),
+        (
+            ["roles.reference={pp: 2, megatron: {microbatch_group_size_per_vp_stage: 4}}", "algorithm.kl_coefficient=0.1"],
+            "roles.reference.megatron.microbatch_group_size_per_vp_stage cannot be chosen: micro-batches go through the chunks"
+            " in groups of pp",
+        ),
+        (
+            ["roles.actor.split={by_cost: true, loss: 2}"],
+            "roles.actor.split.by_cost=true derives what roles.actor.split.loss=2 gives: leave out one of them",
         ),
         (
             ["roles.actor.split.stages=[2,3]"],
