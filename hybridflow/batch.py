@@ -127,6 +127,11 @@ class Batch:
     def only(self, *names: str) -> "Batch":
         return Batch({name: self._data[name] for name in names if name in self}, self.kept and self.kept.of(names))
 
+    def renamed(self, names: Mapping[str, str]) -> "Batch":
+        """This batch with fields under other names: `names` by the old ones; the rest keep theirs."""
+        kept = self.kept and replace(self.kept, versions={names.get(n, n): v for n, v in self.kept.versions.items()})
+        return Batch({names.get(name, name): self._data[name] for name in self.names}, kept)
+
     def select(self, indices: Iterable[int]) -> "Batch":
         """The sequences at `indices`, in that order."""
         index = torch.as_tensor(list(indices), dtype=torch.int64)

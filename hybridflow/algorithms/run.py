@@ -3,11 +3,10 @@
 import contextlib
 import dataclasses
 import random
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +25,24 @@ from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
 from hybridflow.metrics.timeline import Timeline
-from hybridflow.rewards.pool import DirectScorer, ScorerPool, Scores
+from hybridflow.rewards.samples import Sample, samples_of
+from hybridflow.rewards.scoring import Scored, Scoring
 from hybridflow.rollout.engine import Sampling
+from megatron_ext.intervals import Pass, bubble
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
 Finish = Callable[[Batch], Batch]  # waits for what was started, and adds it to the samples
+
+
+class CriticFields(NamedTuple):
+    """A critic's fields of a step's samples."""
+
+    values: str
+    returns: str
+
+
+CRITICS = {"critic": CriticFields("values", "returns"), "cost_critic": CriticFields("cost_values", "cost_returns")}
 _OF_THE_STEP = ("grad_norm", "lr", "skipped")  # what an update reports once, the same on every rank; the rest are sums
 
 
@@ -45,30 +56,35 @@ class Run:
 
     Attributes:
         actor, rollout, reference, critic: role handles; reference and critic are None where the config has none.
+        critics: the critics by name: critic, and cost_critic where there are costs.
+        scorings: where rewards and, after them, costs come from.
         step_index: 0 before the first step (warm start, first evaluation), then 1, 2, ...
         position: in the source's order of problems.
         kl: the coefficient of the KL penalty.
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
+        passes: under run.profile the pipeline schedules of the step that was finished last, by role.
     """
 
     def __init__(
-        self, config: Config, roles: Roles, text: Text, source: Source, scorer: DirectScorer | ScorerPool, recorder: Recorder
+        self, config: Config, roles: Roles, text: Text, source: Source, scorings: Sequence[Scoring], recorder: Recorder
     ):
-        self.config, self.text, self.source, self.scorer, self.recorder = config, text, source, scorer, recorder
+        self.config, self.text, self.source, self.scorings, self.recorder = config, text, source, scorings, recorder
         self.actor, self.rollout = roles["actor"], roles["rollout"]
         self.reference, self.critic, self.worker = roles.get("reference"), roles.get("critic"), roles["worker"]
+        self.critics = {name: roles[name] for name in CRITICS if name in roles}
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
         self.courier = self.worker.courier
         self.throughput = Throughput(config)
         self._timeline = Timeline(recorder.folder, self.worker) if config.run.profile else None
-        self._scoring = ThreadPoolExecutor(1, "scoring")  # one scoring after the other, beside what the roles do
         self.step_index = self.position = 0
         self._samplings: list[Batch] | None = None  # of the step, in their order; None outside of a step
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
-        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
+        self.passes: dict[str, list[Pass]] = {}
+        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], **{name: [] for name in self.critics}}
+        self._scored = {scoring.name: Counter() for scoring in scorings}
 
     def where(self) -> str:
         """What the run is at, for messages."""
@@ -109,7 +125,7 @@ class Run:
             _wait_for([role.restore() for role in self._trained()])
 
     def _trained(self) -> list[RoleHandle]:
-        return [self.actor] if self.critic is None else [self.actor, self.critic]
+        return [self.actor, *self.critics.values()]
 
     def generate(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
         """`sample` in a rollout of its own."""
@@ -148,8 +164,7 @@ class Run:
         verify = self.step_index % every == 0 if every else self.step_index <= 1
         with self.recorder.phase("release"):
             leaving = [role.make_room() for role in self._trained()]
-            if self.critic is not None:  # the engine has no use for its weights
-                leaving.append(self.critic.release_weights())
+            leaving += [critic.release_weights() for critic in self.critics.values()]  # the engine has no use for their weights
             _wait_for(leaving)
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
@@ -177,13 +192,10 @@ class Run:
     # --- what is known of the samples before their advantages
 
     def assess(self, problems: list[Problem], samples: Batch) -> Batch:
-        """`score`, `add_log_probs` and, where there is a critic, `add_values`. All of it is started before any of it is waited
+        """`score`, `add_log_probs` and, where there are critics, `add_values`. All of it is started before any of it is waited
         for: the scorers work beside the roles, and roles on ranks of their own beside each other."""
         scored = self._start_scoring(problems, samples)
-        pending = self._start_log_probs(samples)
-        if self.critic is not None:
-            pending.append(self._start_values(samples))
-        for finish in (*pending, scored):
+        for finish in (*self._start_log_probs(samples), *self._start_values(samples), scored):
             samples = finish(samples)
         return samples
 
@@ -208,72 +220,73 @@ class Run:
     # --- rewards
 
     def score(self, problems: list[Problem], samples: Batch) -> Batch:
-        """Add `rewards` [N] and write the samples down."""
+        """Add `rewards` [N], where the config has costs also `costs` [N], and write the samples down."""
         return self._start_scoring(problems, samples)(samples)
 
     def _start_scoring(self, problems: list[Problem], samples: Batch) -> Finish:
-        pending = self._scoring.submit(self._score, problems, samples)
+        asked = samples_of(problems, samples, self.text)
+        pending = {f"{scoring.name}s": self._start_score(scoring, asked) for scoring in self.scorings}
 
         def finish(samples: Batch) -> Batch:
-            rewards, responses = self._rewards(pending.result)
-            self.metrics["reward/mean"] = rewards.mean().item()
-            self.recorder.samples(self._rows("train", problems, samples, responses, rewards))
-            return samples.with_fields(rewards=rewards)
+            found = {name: wait() for name, wait in pending.items()}
+            for scored in found.values():
+                self.metrics |= scored.metrics
+            totals = {name: scored.total for name, scored in found.items()}
+            self.recorder.samples(self._rows("train", asked, samples, totals))
+            return samples.with_fields(**totals)
 
         return finish
 
     def start_baseline(self, problems: list[Problem], samples: Batch) -> Callable[[], Tensor]:
         """Begin to score responses that the samples are compared with; nothing is trained on them. What is returned waits for
         the rewards [N]."""
-        pending = self._scoring.submit(self._score, problems, samples)
+        wait = self._start_score(self.scorings[0], samples_of(problems, samples, self.text))
 
         def finish() -> Tensor:
-            rewards, _ = self._rewards(pending.result)
+            rewards = wait().total
             self.metrics["reward/baseline_mean"] = rewards.mean().item()
             return rewards
 
         return finish
 
-    def _rewards(self, wait: "Callable[[], tuple[Scores, list[str], float]]") -> tuple[Tensor, list[str]]:
-        """Rewards [N] float32 and the responses as text. Where the scorer fails or is too slow the reward is 0, and counted."""
-        with self.recorder.phase("reward") as measured:
-            scores, responses, measured.seconds = wait()
-        for name, count in (("reward/failed", scores.failed), ("reward/timed_out", scores.timed_out)):
-            self.metrics[name] = self.metrics.get(name, 0) + count
-        if scores.first_failure:
-            self.recorder.line(f"warning: {scores.failed + scores.timed_out} rewards are 0: {scores.first_failure}")
-        return torch.tensor(scores.rewards, dtype=torch.float32), responses
+    def _start_score(self, scoring: Scoring, asked: list[Sample]) -> Callable[[], Scored]:
+        """What is returned waits, and notes down failures, and how many of a step's scores were known before where they are
+        kept."""
+        name = scoring.name
+        with self.recorder.phase(name):
+            wait = scoring.start(asked)
 
-    def _score(self, problems: list[Problem], samples: Batch) -> tuple[Scores, list[str], float]:
-        """Scores, the responses as text, and the seconds that it took; in a thread of its own."""
-        start = time.monotonic()
-        rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
-        responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
-        asked = [problems[i] for i in samples["prompt_index"].tolist()]
-        pairs = zip(asked, responses, strict=True)
-        scores = self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs])
-        return scores, responses, time.monotonic() - start
+        def finish() -> Scored:
+            with self.recorder.phase(name) as measured:
+                scored = wait()
+                measured.seconds = scored.seconds
+            counts = self._scored[name]
+            counts.update(scored.counts)
+            self.metrics |= {f"{name}/{what}": counts[what] for what in ("failed", "timed_out")}
+            if self.config.scores()[name].cache_size:
+                self.metrics[f"{name}/cache_hit_rate"] = counts["cached"] / counts["asked"]
+            if scored.first_failure:
+                failed = scored.counts["failed"] + scored.counts["timed_out"]
+                self.recorder.line(f"warning: {failed} scores ({name}) are 0: {scored.first_failure}")
+            return scored
 
-    def _rows(self, kind: str, problems: list[Problem], samples: Batch, responses: list[str], rewards: Tensor) -> list[dict]:
+        return finish
+
+    def _rows(self, kind: str, asked: list[Sample], samples: Batch, totals: dict[str, Tensor]) -> list[dict]:
+        """`totals`: rewards, and costs where there are any."""
+        responses = (tokens[mask] for tokens, mask in zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True))
         return [
             {
                 "step": self.step_index,
                 "kind": kind,
-                "prompt": problems[index].question,
-                "answer": problems[index].answer,
-                "response": response,
-                "reward": reward,
-                "tokens": tokens[mask].tolist(),
-                "prompt_tokens": problems[index].prompt_tokens,
+                "prompt": sample.problem.question,
+                "answer": sample.problem.answer,
+                "response": sample.response,
+                **{name.removesuffix("s"): total[row].item() for name, total in totals.items()},
+                "tokens": tokens.tolist(),
+                "prompt_tokens": sample.problem.prompt_tokens,
             }
-            for index, response, reward, tokens, mask in zip(
-                samples["prompt_index"].tolist(),
-                responses,
-                rewards.tolist(),
-                samples.rows("tokens"),
-                samples.rows("loss_mask"),
-                strict=True,
-            )
+            for row, (sample, tokens) in enumerate(zip(asked, responses, strict=True))
         ]
 
     def evaluate(self) -> None:
@@ -282,8 +295,9 @@ class Run:
         if not problems:
             return
         samples = self.generate(problems, 1, greedy=True)
-        rewards, responses = self._rewards(lambda: self._score(problems, samples))
-        self.recorder.samples(self._rows("evaluation", problems, samples, responses, rewards))
+        asked = samples_of(problems, samples, self.text)
+        rewards = self._start_score(self.scorings[0], asked)().total
+        self.recorder.samples(self._rows("evaluation", asked, samples, {"rewards": rewards}))
         seconds = sum(self.recorder.take_phases().values())
         self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
 
@@ -313,11 +327,16 @@ class Run:
         return samples
 
     def add_values(self, samples: Batch) -> Batch:
-        """Add `values`: what the critic expects before each token."""
-        return self._start_values(samples)(samples)
+        """Add `values`, and of a cost critic `cost_values`: what a critic expects before each token."""
+        for finish in self._start_values(samples):
+            samples = finish(samples)
+        return samples
 
-    def _start_values(self, samples: Batch) -> Finish:
-        return self._start("values", self.critic.values, samples, values="values")
+    def _start_values(self, samples: Batch) -> list[Finish]:
+        return [
+            self._start("values", critic.values, samples, **{CRITICS[name].values: "values"})
+            for name, critic in self.critics.items()
+        ]
 
     def rewards_less_kl(self, samples: Batch) -> Tensor:
         """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference, summed over the response."""
@@ -332,6 +351,12 @@ class Run:
         rewards = token_rewards(samples["rewards"], samples.values("loss_mask"), samples.segments())
         penalty = self._kl_in_reward(samples)
         return rewards if penalty is None else rewards - penalty
+
+    def token_costs(self, samples: Batch) -> Tensor:
+        """Costs of all tokens [T]; a KL penalty that goes off the rewards comes on top of them."""
+        costs = token_rewards(samples["costs"], samples.values("loss_mask"), samples.segments())
+        penalty = self._kl_in_reward(samples)
+        return costs if penalty is None else costs + penalty
 
     def _kl_in_reward(self, samples: Batch) -> Tensor | None:
         """The KL penalty at each token [T] that goes off the rewards; None where none does."""
@@ -367,25 +392,27 @@ class Run:
         self.start_training()
 
     def start_value_training(self) -> None:
-        """The critic, where it has the actor's model, becomes a copy of the policy as it is now, but for its head; its
-        optimizer is a fresh one."""
-        if self.config.model_path("critic") == self.config.model_path("actor"):
-            self.critic.copy_from("actor").result()
-        self.critic.start_training(_settings(self.config.roles.critic.optimizer)).result()
+        """A critic that has the actor's model becomes a copy of the policy as it is now, but for its head; its optimizer is a
+        fresh one."""
+        for name, critic in self.critics.items():
+            if self.config.model_path(name) == self.config.model_path("actor"):
+                critic.copy_from("actor").result()
+            critic.start_training(_settings(self.config.trained_roles()[name].optimizer)).result()
 
     def policy_objective(self) -> PolicyObjective:
         """The policy's loss as the config says, with the KL coefficient of this step."""
         return policy_objective(self.config.algorithm, self.kl.value)
 
     def improve(self, samples: Batch, objective: object, value_objective: object = None) -> None:
-        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critic as well where it has
-        an objective; then the KL coefficient for the next step."""
+        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critics as well where they
+        have an objective; then the KL coefficient for the next step."""
         samples = samples.keep()
         for _ in range(self.config.algorithm.epochs):
             for mini_batch in self.mini_batches(samples):
-                finish = self._start_value_update(mini_batch, value_objective) if value_objective else None
+                critics = self.critics if value_objective else ()
+                begun = [self._start_value_update(name, mini_batch, value_objective) for name in critics]
                 self.update(mini_batch, objective)
-                if finish:
+                for finish in begun:
                     finish()
         if self.kl.target:
             kl = self._kl(samples, "k1").sum().item() / len(samples)
@@ -406,15 +433,17 @@ class Run:
             "actor", {name: value for name, value in sums.items() if not name.startswith("mismatch")}, shards
         )
 
-    def _start_value_update(self, batch: Batch, objective: object) -> Callable[[], None]:
-        """Begin an optimizer step of the critic; what is returned waits for it: on ranks of their own, critic and actor update
+    def _start_value_update(self, name: str, batch: Batch, objective: object) -> Callable[[], None]:
+        """Begin an optimizer step of a critic; what is returned waits for it: on ranks of their own, critics and actor update
         at the same time."""
-        with self.recorder.phase("update_critic"):
-            pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
+        fields, phase = CRITICS[name], f"update_{name}"
+        own = batch.only("tokens", "loss_mask", *fields).renamed({fields.values: "values", fields.returns: "returns"})
+        with self.recorder.phase(phase):
+            pending = self.critics[name].update(own, objective)
 
         def finish() -> None:
-            shards = self._result("update_critic", pending)
-            self._note_update("critic", merge_sums(shards), shards)
+            shards = self._result(phase, pending)
+            self._note_update(name, merge_sums(shards), shards)
 
         return finish
 
@@ -430,7 +459,8 @@ class Run:
     def begin_step(self) -> None:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
-        self.metrics, self._updates = {}, {"actor": [], "critic": []}
+        self.metrics, self._updates = {}, {name: [] for name in self._updates}
+        self._scored = {name: Counter() for name in self._scored}
         self._samplings = []
         self._bytes_before = self.courier.bytes
         self.throughput.reset()
@@ -438,6 +468,7 @@ class Run:
         self._memory()
         if self._timeline:
             self._timeline.begin_step()
+            self._passes()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
@@ -455,8 +486,19 @@ class Run:
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
         if self._timeline:
-            self._timeline.write(self.step_index, self.recorder.spans)
+            self.passes = self._passes()
+            metrics |= _bubbles(self.passes["actor"])
+            pipelines = {name: (role.ranks, self.passes[name]) for name, role in self._metered().items()}
+            self._timeline.write(self.step_index, self.recorder.spans, pipelines)
         self.recorder.log(metrics)
+
+    def _passes(self) -> dict[str, list[Pass]]:
+        """When every rank of a Megatron role worked, by role and pass of its schedule in this step."""
+        reports = {name: role.take_passes().result() for name, role in self._metered().items()}
+        return {name: list(zip(*ranks, strict=True)) for name, ranks in reports.items()}
+
+    def _metered(self) -> dict[str, RoleHandle]:
+        return {"actor": self.actor, **self.critics} | ({} if self.reference is None else {"reference": self.reference})
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
@@ -468,6 +510,15 @@ class Run:
 def _wait_for(calls: list[Future]) -> None:
     for call in calls:
         call.result()
+
+
+def _bubbles(passes: list[Pass]) -> dict[str, float]:
+    """pipeline/bubble_* of the passes that train: the mean stage and the one that idles most."""
+    training = [one for one in passes if any(interval.kind == "backward" for rank in one for interval in rank)]
+    if not training:
+        return {}
+    idle = bubble(training)
+    return {"pipeline/bubble_mean": idle.mean, "pipeline/bubble_max": idle.max}
 
 
 def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:
@@ -492,11 +543,12 @@ _PHASES = {
     "reference.log_probs": "reference",
     "actor.log_probs": "log_probs",
     "actor.update": "update",
-    "critic.make_room": "make_room",
-    "critic.release_weights": "make_room",
-    "critic.restore": "restore",
-    "critic.values": "values",
-    "critic.update": "update_critic",
+    **{f"{name}.{call}": "make_room" for name in CRITICS for call in ("make_room", "release_weights")},
+    **{f"{name}.restore": "restore" for name in CRITICS},
+    **{f"{name}.values": "values" for name in CRITICS},
+    **{f"{name}.update": f"update_{name}" for name in CRITICS},
+    "reward.scores": "reward",
+    "cost.scores": "cost",
 }
 
 

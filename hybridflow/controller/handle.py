@@ -46,7 +46,12 @@ class Future:
 
 
 class RoleHandle:
-    """`handle.method(...)` calls a method that the role class declares with `@remote`, on all ranks of the role."""
+    """`handle.method(...)` calls a method that the role class declares with `@remote`, on all ranks of the role.
+
+    Attributes:
+        ranks: the role's global ranks, in the order of its layout.
+        courier: what takes batches to the ranks, and knows what they have.
+    """
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class RoleHandle:
         roles that share ranks; without it this one has its own ranks for itself."""
         self.name, self.layout, self.courier = name, layout, courier or Courier()
         self._role, self._transport, self._placed = role, transport, placed or {}
-        self._ranks = self._placed.get(name, range(layout.world_size))
+        self.ranks = self._placed.get(name, range(layout.world_size))
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         declared = getattr(self._role, method, None)
@@ -73,10 +78,10 @@ class RoleHandle:
             shares, collecting = protocol.shares(self.layout), protocol.collecting_ranks(self.layout)
             parts, share_args = _distribute(f"{self.name}.{method}", protocol, max(shares) + 1, args)
 
-            replying, phase = {self._ranks[at] for at in collecting}, self._transport.phase()
+            replying, phase = {self.ranks[at] for at in collecting}, self._transport.phase()
             calls: dict[int, Call] = {}
             for number, own in enumerate(share_args):
-                ranks = [self._ranks[at] for at, share in enumerate(shares) if share == number]
+                ranks = [self.ranks[at] for at, share in enumerate(shares) if share == number]
                 for sent, alike in self.courier.pack(own, ranks):
                     # ranks that are sent the same get the same object, which is serialised once
                     made = [Call(self.name, method, sent, kwargs, reply, phase) for reply in (False, True)]
@@ -84,7 +89,7 @@ class RoleHandle:
             if declared.giver:
                 calls |= self._givers(declared.giver, args, kwargs)
             wait = self._transport.submit(calls)
-            return Future(wait, lambda replies: _merge(parts, [replies[self._ranks[at]] for at in collecting]))
+            return Future(wait, lambda replies: _merge(parts, [replies[self.ranks[at]] for at in collecting]))
 
         return call
 
@@ -92,7 +97,7 @@ class RoleHandle:
         """The calls of the ranks that have only the role that gives, the first argument: `method` with the taker's name."""
         giver, *others = args
         call = Call(giver, method, (self.name, *others), kwargs, reply=False, phase=self._transport.phase())
-        return {rank: call for rank in self._placed.get(giver, ()) if rank not in self._ranks}
+        return {rank: call for rank in self._placed.get(giver, ()) if rank not in self.ranks}
 
 
 def _distribute(what: str, protocol: TransferProtocol, count: int, args: tuple) -> tuple[Split | None, list[tuple]]:

@@ -2,14 +2,17 @@
 
 One row has the driver's phases, and one for each rank, grouped by host, the calls that the rank ran. A call is a slice with the
 role's name, and inside it one with the method's: Perfetto colours slices by name, so that a role has one colour everywhere.
+Below are the pipelines of the Megatron roles: when each rank worked on which micro-batch (`megatron_ext.intervals`).
 """
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from megatron_ext.intervals import Pass, chrome_events
 
 ROUNDS = 5  # exchanges of clocks: each narrows the bounds
 
@@ -55,12 +58,23 @@ class Timeline:
         """What the ranks did before is no part of the step."""
         self._ranks.calls().result()
 
-    def write(self, step: int, phases: Iterable[PhaseLike]) -> None:
+    def write(self, step: int, phases: Sequence[PhaseLike], pipelines: Mapping[str, tuple[Sequence[int], list[Pass]]]) -> None:
+        """`pipelines`: by role its ranks, and the passes of its schedule."""
         calls = [
             [Span(name, start - ahead, end - ahead) for name, start, end in spans]
             for spans, ahead in zip(self._ranks.calls().result(), self._ahead, strict=True)
         ]
-        (self._folder / f"step-{step}.json").write_text(json.dumps(trace(list(phases), calls, self._hosts)))
+        worked = {role: self._worked(ranks, passes) for role, (ranks, passes) in pipelines.items() if passes}
+        (self._folder / f"step-{step}.json").write_text(json.dumps(trace(phases, calls, self._hosts, worked)))
+
+    def _worked(self, ranks: Sequence[int], passes: list[Pass]) -> Pass:
+        """All passes as one, by the driver's clock."""
+        found = []
+        for place, rank in enumerate(ranks):
+            ahead = self._ahead[rank]
+            intervals = [interval for one in passes for interval in one[place]]
+            found.append([i._replace(start_s=i.start_s - ahead, end_s=i.end_s - ahead) for i in intervals])
+        return found
 
 
 def read_clocks(ranks: Ranks) -> tuple[list[str], list[float]]:
@@ -81,8 +95,10 @@ def read_clocks(ranks: Ranks) -> tuple[list[str], list[float]]:
     return hosts, [0.0 if below <= 0 <= above else (below + above) / 2 for below, above in zip(low, high, strict=True)]
 
 
-def trace(phases: Sequence[PhaseLike], calls: Sequence[Sequence[Span]], hosts: Sequence[str]) -> dict[str, Any]:
-    """The trace as an object for JSON. `calls`: those of every rank by the driver's clock. Times begin with the first phase."""
+def trace(
+    phases: Sequence[PhaseLike], calls: Sequence[Sequence[Span]], hosts: Sequence[str], pipelines: Mapping[str, Pass]
+) -> dict[str, Any]:
+    """The trace as an object for JSON, all by the driver's clock; times begin with the first phase. `calls`: those of every rank."""
     origin = min([phase.start for phase in phases] + [span.start for spans in calls for span in spans], default=0.0)
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts), start=1)}
     events = [_named("process", 0, 0, "driver"), _named("thread", 0, 0, "phases")]
@@ -94,6 +110,8 @@ def trace(phases: Sequence[PhaseLike], calls: Sequence[Sequence[Span]], hosts: S
             role, _, method = span.name.partition(".")
             for name in (role, method):
                 events.append(_slice(numbers[host], rank, name, role, span.start - origin, span.end - origin))
+    for number, (role, worked) in enumerate(pipelines.items(), start=len(numbers) + 1):
+        events += chrome_events(worked, f"pipeline of {role}", number, origin)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

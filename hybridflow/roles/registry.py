@@ -10,23 +10,34 @@ from hybridflow.controller.worker import Worker
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
+from hybridflow.roles.reward import HFRewardModel, RewardModel
 from hybridflow.roles.rollout import Rollout
 from hybridflow.roles.sides import layout_of
 from megatron_ext.layout import Layout
 
 # The engine comes first: vLLM wants the memory free that it is going to use.
-ROLES: dict[str, type[Role]] = {"rollout": Rollout, "actor": Actor, "critic": Critic, "reference": Reference}
+ROLES: dict[str, type[Role]] = {
+    "rollout": Rollout,
+    "actor": Actor,
+    "critic": Critic,
+    "cost_critic": Critic,
+    "reference": Reference,
+    "reward": RewardModel,
+    "cost": RewardModel,
+}
+
+
+def role_class(config: Config, name: str) -> type[Role]:
+    """The user's own (`roles.X.implementation`), or the one of this package, by its backend where it has a choice."""
+    path = getattr(getattr(config.roles, name), "implementation", "")
+    if path:
+        return load_role(f"roles.{name}.implementation", path, ROLE_METHODS.get(name, ()))
+    return HFRewardModel if getattr(getattr(config.roles, name), "backend", "megatron") == "hf" else ROLES[name]
 
 
 def configured(config: Config) -> list[str]:
     """The names of the config's roles, in the order in which they are built."""
     return [name for name in ROLES if getattr(config.roles, name) is not None]
-
-
-def role_class(config: Config, name: str) -> type[Role]:
-    """The one of this package, or of the user's own (`roles.X.implementation`)."""
-    path = getattr(getattr(config.roles, name), "implementation", "")
-    return load_role(f"roles.{name}.implementation", path, ROLE_METHODS.get(name, ())) if path else ROLES[name]
 
 
 def build_roles(config: Config, rank: int) -> dict[str, Role]:

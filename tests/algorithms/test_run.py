@@ -1,5 +1,6 @@
 """What happens on the driver: metric sums, memory notes, values per token; and what an algorithm asks of its roles."""
 
+import json
 import threading
 import time
 
@@ -14,6 +15,7 @@ from hybridflow.config import preflight
 from hybridflow.config.own_class import load_class
 from hybridflow.config.schema import ALGORITHM_METHODS, ConfigError
 from hybridflow.roles.registry import handles
+from megatron_ext.intervals import Interval
 from tests.algorithms.fakes import fake_run, problems
 from tests.config.folders import write_model
 
@@ -101,14 +103,16 @@ def test_what_does_not_depend_on_each_other_is_started_before_any_of_it_is_waite
     run, calls = fake_run(tmp_path, *overrides)
     for role in (run.actor, run.reference, run.critic, run.rollout):
         role.waits = calls
-    asked, score = threading.Event(), run.scorer.score
+    (scoring,) = run.scorings
+    scorer = scoring._terms["made up"].scorer
+    asked, score = threading.Event(), scorer.score
 
     def slow(items):
         assert asked.wait(10)  # the scorers are at work while the critic is called ...
         time.sleep(0.05)
         return score(items)
 
-    run.scorer.score = slow
+    scorer.score = slow
     values = run.critic._answers["values"]
     run.critic._answers["values"] = lambda batch: asked.set() or values(batch)
     run.begin_step()
@@ -249,3 +253,17 @@ def test_an_algorithm_of_ones_own_that_is_not_one(tmp_path, monkeypatch, name, m
     with pytest.raises(ConfigError) as error:
         load_class("algorithm.name", name, ALGORITHM_METHODS)
     assert str(error.value).startswith(f"algorithm.name={name!r}") and str(error.value).endswith(message)
+
+
+def test_the_bubble_is_that_of_the_actors_updates(tmp_path):
+    run, _ = fake_run(tmp_path, "run.profile=true")
+    update = [Interval.of("forward", 0, 0, 0, 0.0, 1.0), Interval.of("backward", 0, 0, 0, 3.0, 4.0)]
+    log_probs = [Interval.of("forward", 0, 0, 0, 9.0, 10.0)]
+    busier = [Interval.of("forward", 1, 0, 0, 1.0, 2.0), Interval.of("backward", 1, 0, 0, 2.0, 4.0)]
+    reports = iter([[["of the warm start"]] * 2, [[log_probs, update], [[], busier]]])
+    run.actor._answers["take_passes"] = lambda: next(reports)
+    run.begin_step()
+    run.finish_step()
+    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (logged["pipeline/bubble_mean"], logged["pipeline/bubble_max"]) == (0.375, 0.5)
+    assert run.passes == {"actor": [(log_probs, []), (update, busier)]}

@@ -104,6 +104,7 @@ def test_what_is_made_from_a_kept_batch():
     assert kept.select([2, 0]).kept.rows.tolist() == [2, 0]
     assert list(kept.only("tokens").kept.versions) == ["tokens"]
     assert kept.only("rewards").kept is None and batch([1]).kept is None
+    assert kept.renamed({"tokens": "t"}).kept.versions["t"] == kept.kept.versions["tokens"]
     assert kept.keep().kept.versions == kept.kept.versions
     assert Batch.concat([kept, kept]).kept is None
     assert kept.nbytes == 12 * 9 + 2 * 4 * 8 + 3 * 4

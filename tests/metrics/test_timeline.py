@@ -8,6 +8,7 @@ import pytest
 from hybridflow.metrics import timeline
 from hybridflow.metrics.recorder import Phase
 from hybridflow.metrics.timeline import Span, Timeline, trace
+from megatron_ext.intervals import Interval
 from tests.algorithms.fakes import Answered
 
 HOSTS = ["a", "a", "b"]
@@ -49,17 +50,21 @@ def test_a_steps_file(tmp_path):
     written.begin_step()
     # the third rank's clock, 50 s behind, read 950 when the call began
     ranks.noted = [[("actor.update", 1000.5, 1001.0)], [], [("critic.update", 950.25, 951.0)]]
-    written.write(4, [Phase("update", 1000.0, 1002.0)])
+    forward = Interval.of("forward", 0, 0, 3, 950.5, 950.75)
+    written.write(4, [Phase("update", 1000.0, 1002.0)], {"critic": ((2,), [[[forward]]]), "reference": ((0, 1), [])})
     events = json.loads((tmp_path / "timeline" / "step-4.json").read_text())["traceEvents"]
     slices = {(e["tid"], e["name"]): (e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X" and e["pid"]}
     assert slices[0, "actor"] == slices[0, "update"] == (0.5, 0.5)
     assert slices[2, "critic"] == pytest.approx((0.25, 0.75), abs=1e-3)
+    assert slices[0, "F3.0"] == pytest.approx((0.5, 0.25), abs=1e-3)
+    named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert named == ["driver", "a", "b", "pipeline of critic"]
     assert not [event for event in events if event["name"] == "export"]
 
 
 def test_rows_and_names():
     calls = [[Span("actor.update", 10.1, 10.4)], [], [Span("critic.update", 10.1, 10.2), Span("critic.values", 10.2, 10.3)]]
-    events = trace([Phase("update", 10.0, 10.5)], calls, HOSTS)["traceEvents"]
+    events = trace([Phase("update", 10.0, 10.5)], calls, HOSTS, {})["traceEvents"]
     names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert names == {
         (0, 0, "process_name"): "driver",
@@ -83,4 +88,4 @@ def test_rows_and_names():
 
 
 def test_a_step_without_a_call_is_an_empty_trace():
-    assert [event["ph"] for event in trace([], [[]], ["a"])["traceEvents"]] == ["M"] * 4
+    assert [event["ph"] for event in trace([], [[]], ["a"], {})["traceEvents"]] == ["M"] * 4

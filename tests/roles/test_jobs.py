@@ -58,7 +58,7 @@ def train(world, model, folder, dtype: str, *overrides: str, **fault) -> tuple[l
 @pytest.mark.timeout(2 * TIMEOUT)
 def test_memory_that_leaves_changes_nothing(world, model, tmp_path):
     kept, expected = train(world, model, tmp_path / "kept", "bfloat16")
-    gone, found = train(world, model, tmp_path / "gone", "bfloat16", *ALL_AWAY)
+    gone, found = train(world, model, tmp_path / "gone", "bfloat16", *ALL_AWAY, "run.profile=true")
     rollouts = 6 + 2  # and the evaluations before and after: twice in a row at either end
     assert [rank["away"] for rank in kept] == [[False] * rollouts] * 2
     assert [rank["away"] for rank in gone] == [[True] * rollouts] * 2
@@ -70,6 +70,8 @@ def test_memory_that_leaves_changes_nothing(world, model, tmp_path):
         arrows = ("make_room", "wake_weights", "reshard", "release", "wake", "rollout", "sleep", "restore", "update")
         assert all(without[f"memory/peak_bytes/{arrow}"] > 0 for arrow in arrows)
         assert without["time/release"] > 0 and without["time/restore"] > 0
+        assert 0 <= without["pipeline/bubble_mean"] <= without["pipeline/bubble_max"] < 1
+        assert "pipeline/bubble_mean" not in with_all
     assert "warning" not in kept[0]["printed"] + gone[0]["printed"]
 
 
