@@ -59,8 +59,8 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
             gpus = ranks if device == "cuda" else 0
             own = {"address": "local", "include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
             ray.init(num_cpus=ranks, num_gpus=gpus, **own, **common)
-    except ConnectionError as error:
-        raise ConfigError(f"cluster.address={address}: no Ray cluster answers there: {_first_line(error)}") from error
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError(f"cluster.address={address}: this Ray cluster cannot be joined: {_first_line(error)}") from error
     worker._worker_logs_enabled = False  # Ray's own printer, which also has remarks of the raylet
     global_worker_stdstream_dispatcher.add_handler("hybridflow", _show)
     try:

@@ -6,9 +6,9 @@ It prints what it sees as one line of JSON; its ranks join a gloo world and buil
 import functools
 import json
 import os
-import socket
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 from unittest import mock
 
 import psutil
@@ -53,7 +53,8 @@ class Toy(Role):
     def environment(self) -> dict[str, str]:
         print(f"rank {dist.get_rank()} speaks")
         print(f"rank {dist.get_rank()} complains", file=sys.stderr)
-        return {name: os.environ.get(name, "") for name in SHOWN} | {"host": socket.gethostname(), "pid": str(os.getpid())}
+        self.memory = SharedMemory(create=True, size=1)
+        return {name: os.environ.get(name, "") for name in SHOWN} | {"pid": str(os.getpid()), "memory": self.memory.name}
 
     @remote(THREE_D)
     def fail_on(self, batch: Batch) -> Batch:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -67,6 +68,11 @@ class Job:
         alive = [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         return by_folder + alive
 
+    def leaves_nothing(self, ranks: list[dict]) -> bool:
+        """No process, no file of an embedded Ray, no shared memory of a rank."""
+        memory = [rank["memory"] for rank in ranks if Path("/dev/shm", rank["memory"]).exists()]
+        return not (self.left() or memory or list(self.folder.glob("hybridflow-*")))
+
     def close(self) -> None:
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,7 +116,7 @@ def test_calls_reach_all_ranks_and_nobody_else(config):
     with started(config) as job:
         seen = job.seen()
         assert job.process.wait(60) == 0, job.said
-        assert job.left() == [] and list(job.folder.glob("hybridflow-*")) == []
+        assert job.leaves_nothing(seen["ranks"])
         printed, said = job.printed, job.said
     assert seen["doubled"] == [[0, 2, 4], [0], [0, 2]] and seen["ours"] == [[0, 1, 2], [0], [0, 1]]
     assert seen["counts"] == [1, 1]
@@ -127,15 +133,16 @@ def test_calls_reach_all_ranks_and_nobody_else(config):
     assert not {"0.0.0.0", "::"} & set(seen["listening"])
     # what ranks print comes as they print it, and Ray says nothing
     assert sorted(line for line in printed.splitlines() if "speaks" in line) == [f"rank {rank} speaks" for rank in range(2)]
-    assert sorted(said.splitlines()) == [f"rank {rank} complains" for rank in range(2)]
+    said = [line for line in said.splitlines() if not line.startswith("waiting for ")]  # on a busy machine
+    assert sorted(said) == [f"rank {rank} complains" for rank in range(2)]
 
 
 @pytest.mark.timeout(START + 60)
 def test_the_fault_of_a_rank_ends_the_job_with_its_traceback(config):
     with started(config, "raise") as job:
-        job.seen()
+        ranks = job.seen()["ranks"]
         assert job.process.wait(60) == 1
-        assert job.left() == [] and list(job.folder.glob("hybridflow-*")) == []
+        assert job.leaves_nothing(ranks)
         said = job.said
     fault = f"rank 0 on {HOST} failed in toy.fail_on (step 3, rollout):"
     assert f"{fault}\nTraceback" in said and 'raise ValueError("a bad batch")' in said
@@ -147,7 +154,7 @@ ENDS = {
     "rank stopped": f"hybridflow: error: rank 1 on {HOST} gave no sign of life for 7 s in toy.meet_for (step 3, rollout): its",
     "driver killed": "hybridflow: error: the driver's process was ended by SIGKILL",
     "hybridflow terminated": "hybridflow: stopped by SIGTERM; all ranks have ended",
-    "hybridflow killed": "",
+    "hybridflow killed": None,
 }
 
 
@@ -167,14 +174,14 @@ def test_whatever_ends_a_job_ends_all_of_it(config, how):
         time.sleep(0.5)
         os.kill(victim, number)
         assert job.process.wait(60) == (-signal.SIGKILL if how == "hybridflow killed" else 1)
-        wait_for(lambda: job.left() == [], 30, job)
-        last = job.said.splitlines()[-1]
-        assert last.startswith(ENDS[how]), job.said
-        if how != "hybridflow killed":
-            assert list(job.folder.glob("hybridflow-*")) == []
+        if how == "hybridflow killed":  # nobody is left to take its own folder away
+            wait_for(lambda: job.left() == [], 30, job)
+            return
+        assert job.leaves_nothing(ranks)
+        assert job.said.splitlines()[-1].startswith(ENDS[how]), job.said
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[str]:
     """A Ray cluster of two nodes, which are both on this machine; yields its address."""
     folder, port = tempfile.mkdtemp(prefix="hf-", dir="/tmp"), free_port()
@@ -182,7 +189,8 @@ def cluster() -> Iterator[str]:
     head = ["--head", f"--port={port}", '--resources={"small": 1}', "--include-dashboard=false", f"--temp-dir={folder}"]
     other = [f"--address=127.0.0.1:{port}", '--resources={"big": 1}']
     nodes = []
-    environment = os.environ | {"RAY_enable_metrics_collection": "0"}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # of the user's, whom the cluster belongs to
+    environment = os.environ | token | {"RAY_enable_metrics_collection": "0"}
     try:
         for arguments in (head, other):
             nodes.append(
@@ -193,7 +201,10 @@ def cluster() -> Iterator[str]:
             for line in nodes[-1].stdout:
                 if "Ray runtime started" in line:
                     break
-        yield f"127.0.0.1:{port}"
+        with pytest.MonkeyPatch.context() as user:
+            for name, value in token.items():
+                user.setenv(name, value)
+            yield f"127.0.0.1:{port}"
     finally:
         family = [p for node in nodes for p in (*psutil.Process(node.pid).children(recursive=True), node)]
         for process in family:
