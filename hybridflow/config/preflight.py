@@ -371,12 +371,12 @@ def _check_libraries(config: Config) -> None:
     for section, keys in _OWNED_BY_US.items():
         roles = config.megatron_roles() if section == "megatron" else {"rollout": config.roles.rollout}
         for name, role in roles.items():
-            for key in getattr(role, section):
+            for key, value in getattr(role, section).items():
                 if key in keys:
                     raise ConfigError(
                         f"roles.{name}.{section}.{key} follows from another key: set roles.{name}.{keys[key]} instead"
                     )
-                check_library_field(f"roles.{name}.{section}", key)
+                check_library_field(f"roles.{name}.{section}", key, value)
     try:
         check_not_owned(config.roles.rollout.engine_args)
     except ValueError as error:

@@ -192,6 +192,15 @@ def test_passes_with(tmp_path, model, overrides):
             "unknown key roles.actor.megatron.num_layer: did you mean num_layers?",
         ),
         (
+            ["roles.actor.megatron.attention_dropout=lots"],
+            "roles.actor.megatron.attention_dropout='lots' must be float",
+        ),
+        (["roles.actor.megatron.bias_activation_fusion=1"], "roles.actor.megatron.bias_activation_fusion=1 must be bool"),
+        (
+            ["roles.rollout.engine_args.max_num_seqs=many"],
+            "roles.rollout.engine_args.max_num_seqs='many' must be int or null",
+        ),
+        (
             ["roles.actor.megatron.num_layers=8"],
             "roles.actor.megatron.num_layers follows from another key: set roles.actor.model.path instead",
         ),
