@@ -21,6 +21,7 @@ from hybridflow.config.replay import check_replay
 from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schedule_checks import check_schedule
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
+from hybridflow.config.score_checks import check_classifier, check_scores
 from hybridflow.controller.placement import either, place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
