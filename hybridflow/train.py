@@ -48,8 +48,7 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
     from hybridflow.data.sources import open_source
     from hybridflow.data.text import Text
     from hybridflow.metrics.recorder import Recorder
-    from hybridflow.rewards.pool import open_scorer
-    from hybridflow.rewards.scorers import ScorerSpec
+    from hybridflow.rewards.scoring import open_scoring
     from hybridflow.roles.registry import handles
 
     text = Text(config.model_path("actor"))
@@ -60,10 +59,13 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
         config.evaluation.problems,
         config.warm_start.correct_fraction,
     )
-    spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
-    opened = open_scorer(spec, config.reward.concurrency, config.reward.timeout)
-    with contextlib.closing(opened) as scorer, Recorder(config.run.dir, config) as recorder:
-        run = Run(config, handles(config, transport), text, source, scorer, recorder)
+    roles = handles(config, transport)
+    with contextlib.ExitStack() as opened:
+        scorings = [
+            opened.enter_context(contextlib.closing(open_scoring(name, config, roles, text))) for name in config.scores()
+        ]
+        recorder = opened.enter_context(Recorder(config.run.dir, config))
+        run = Run(config, roles, text, source, scorings, recorder)
         transport.phase = run.where
         train(run, make_algorithm(run))
 

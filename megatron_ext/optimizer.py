@@ -53,15 +53,19 @@ class OptimizerSettings:
         return self.min_lr + (self.lr - self.min_lr) * left
 
 
-def wrap(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[DistributedDataParallel]:
+def wrap(
+    chunks: Sequence[GPTModel], config: TransformerConfig, overlap_grad_reduce: bool = False
+) -> list[DistributedDataParallel]:
     """Gives the chunks contiguous parameter buffers and fp32 gradient buffers, reduced over data-parallel ranks.
 
-    Parameters move into the buffers here: take references to them afterwards. Once per model.
+    Parameters move into the buffers here: take references to them afterwards. Once per model. With `overlap_grad_reduce` a
+    bucket of gradients is reduced as soon as the last micro-batch's backward has passed its parameters, which needs all of them
+    to have a gradient there: experts that no token goes to have none.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
         average_in_collective=False,  # gloo has no average, and per-token losses want the sum
         check_for_nan_in_grad=False,  # Optimizer.step skips a bad update instead of ending the run
     )
@@ -70,6 +74,8 @@ def wrap(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[Distribu
         for index, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
+    if overlap_grad_reduce:  # all micro-batches but the last only add up
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 

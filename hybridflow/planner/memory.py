@@ -9,8 +9,10 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, prod
+from pathlib import Path
 from typing import NamedTuple
 
+from hybridflow.config.model_folder import tensor_shapes
 from hybridflow.config.schema import Config, ConfigError
 from hybridflow.rollout import tiles as rollout_tiles
 from megatron_ext.hf_config import HFConfig
@@ -21,6 +23,7 @@ GIB = 1 << 30
 # release_weights=auto leaves room for it: releasing costs milliseconds, running out of memory the job.
 BESIDE = 4 * GIB
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
+_FROZEN = ("reference", "reward", "cost")
 
 
 class Part(NamedTuple):
@@ -182,12 +185,20 @@ def _representatives(config: Config) -> list[int]:
 
 def _kept(config: Config, models: Mapping[str, HFConfig], rank: int) -> dict[str, Footprint]:
     """What the roles that live on this rank keep there."""
-    found = {}
-    for name in config.megatron_roles():
+    found, megatron = {}, config.megatron_roles()
+    for name in [*megatron, *(name for name in config.scoring_roles() if name not in megatron)]:
         ranks, trained = config.ranks(name), name in config.trained_roles()
-        if rank in ranks:
+        if rank in ranks and name in megatron:
             found[name] = footprint(models[name], config.layout(name), ranks.index(rank), config.dtype(name), trained)
+        elif rank in ranks:
+            found[name] = _whole(config, name)
     return found
+
+
+def _whole(config: Config, name: str) -> Footprint:
+    """Of a classifier that transformers runs."""
+    elements = sum(prod(shape) for shape in tensor_shapes(Path(config.model_path(name))).values())
+    return Footprint(elements * _ITEMSIZE[config.dtype(name)])
 
 
 def _awake(config: Config, hf: HFConfig, total: int | None) -> int:
@@ -204,11 +215,10 @@ def _stages(
     config: Config, kept: Mapping[str, Footprint], engine: int, awake: int, releases: Mapping[str, Release]
 ) -> dict[str, tuple[Part, ...]]:
     """The actor's weights are there until the engine has them; what else goes, goes before the engine wakes."""
-    roles = config.megatron_roles()
     training: list[Part] = []
     aside: list[Part] = []  # of them, what stays beside the engine
     for name, size in kept.items():
-        offload, release = roles[name].offload, releases.get(name, Release(False, False))
+        offload, release = getattr(config.roles, name).offload, releases.get(name, Release(False, False))
         weights = Part(f"{name} weights", size.weights)
         gradients, states = Part(f"{name} gradients", size.gradients), Part(f"{name} optimizer", size.optimizer)
         resting = "params" in offload and name not in releases  # on the host but during its own calls
@@ -233,13 +243,14 @@ def _offloaded(config: Config, kept: Mapping[str, Footprint]) -> int:
     offloaded = 0
     for name, size in kept.items():
         sizes = {"params": size.weights, "grads": 0, "optimizer": size.optimizer}
-        offloaded += sum(sizes[what] for what in set(config.megatron_roles()[name].offload))
+        offloaded += sum(sizes[what] for what in set(getattr(config.roles, name).offload))
     return offloaded
 
 
 def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryPlan) -> str:
     """The keys that help in this stage, the cheapest first."""
-    sizes, actor, critic = dict(parts), config.roles.actor, config.roles.critic
+    sizes, actor = dict(parts), config.roles.actor
+    critics = {name: role for name, role in config.trained_roles().items() if name != "actor"}
     found = []
     if not config.roles.rollout.sleep and stage != "rollout":
         found.append("set roles.rollout.sleep=true")
@@ -248,14 +259,15 @@ def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryP
             found.append(f"add params to roles.actor.offload={actor.offload}")
         else:
             found.append(f"use roles.actor.release_weights=auto instead of {actor.release_weights}")
-    if "reference weights" in sizes:
-        found.append("set roles.reference.offload=[params]")
-    if stage != "update" and "critic weights" in sizes:
-        found.append(f"add params to roles.critic.offload={critic.offload}")
+    found += [f"set roles.{name}.offload=[params]" for name in _FROZEN if f"{name} weights" in sizes]
+    for name, critic in critics.items():
+        if stage != "update" and f"{name} weights" in sizes:
+            found.append(f"add params to roles.{name}.offload={critic.offload}")
     if stage != "update" and "actor optimizer" in sizes:
         found.append(f"add optimizer to roles.actor.offload={actor.offload}")
-    if stage != "update" and "critic optimizer" in sizes:
-        found.append(f"add optimizer to roles.critic.offload={critic.offload}")
+    for name, critic in critics.items():
+        if stage != "update" and f"{name} optimizer" in sizes:
+            found.append(f"add optimizer to roles.{name}.offload={critic.offload}")
     if stage == "rollout":
         share = floor(100 * (plan.total - _sum(parts) + sizes.get("vLLM", 0)) / plan.total) / 100
         if "vLLM" in sizes and share * plan.total > dict(plan.stages["reshard"]).get("vLLM weights", 0):

@@ -30,7 +30,7 @@ class TrainedRole(MegatronRole):
     def __init__(self, name: str, config: Config):
         super().__init__(name, config)
         with self.context():
-            self.wrapped = wrap(self.chunks, self.transformer_config)
+            self.wrapped = wrap(self.chunks, self.transformer_config, self.role.overlap_grad_reduce)
         self.optimizer: Optimizer | None = None
         self._memory = TrainingMemory(self.wrapped)
         models = {role: config.read_model(role) for role in config.megatron_roles()}
@@ -52,7 +52,8 @@ class TrainedRole(MegatronRole):
         """
         micro_batches, _ = self.micro_batches(batch, self.role.micro_batch_tokens)
         self.optimizer.zero_grad()
-        sums = forward_backward(micro_batches)
+        with self.metered():
+            sums = forward_backward(micro_batches)
         stepped = self.optimizer.step()
         return {name: value.item() for name, value in (sums or {}).items()} | stepped
 

@@ -27,7 +27,15 @@ class Role:
 
 
 def make_role(
-    reference: torch.nn.Module, layout: Layout, dtype=torch.float32, name="actor", seed=1, spec="local", ranks=None, **config
+    reference: torch.nn.Module,
+    layout: Layout,
+    dtype=torch.float32,
+    name="actor",
+    seed=1,
+    spec="local",
+    overlap_grad_reduce=False,
+    ranks=None,
+    **config,
 ) -> Role | None:
     """Build, fill and wrap; collective over the world. `spec` None: what the device's own would be. `ranks`: where it lives, if
     not on all; None elsewhere."""
@@ -44,7 +52,7 @@ def make_role(
         settings = transformer_config(hf, layout, dtype, **config)
         chunks = build_model(hf, layout, settings, spec)
         fill(chunks, reference.state_dict(), hf, layout, state.rank)
-        wrapped = wrap(chunks, settings)
+        wrapped = wrap(chunks, settings, overlap_grad_reduce)
     return Role(state, layout, hf, settings, chunks, wrapped)
 
 
