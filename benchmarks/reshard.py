@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/reshard.py --model configs/models/qwen2_180m.json --tp 2 --pp 2 --rollout-tp 1
     torchrun --nproc-per-node 4 benchmarks/reshard.py --model configs/models/qwen2_180m.json --sweep \\
         --out benchmarks/results/reshard_cpu.json
-    torchrun --nproc-per-node gpu benchmarks/reshard.py --model configs/models/qwen2_7b.json --sweep --engine --cycles 20 \\
-        --bucket-mb 1024 --out benchmarks/results/reshard_gpu.json
+    torchrun --nproc-per-node gpu benchmarks/reshard.py --model configs/models/qwen2_7b.json --sweep --only TP1 --engine \\
+        --cycles 20 --bucket-mb 1024 --out benchmarks/results/reshard_gpu.json
     torchrun --nproc-per-node 2 benchmarks/reshard.py --model configs/models/qwen3_30b_a3b.json --layers 4 --ep 2 \\
         --rollout-tp 2 --rollout-ep
 
@@ -12,7 +12,8 @@ Random weights of the model's shapes, on GPUs where there are any, else on the C
 of vLLM's shapes, or with --engine the parameters of a vLLM engine in these processes. Baselines in the same run: `gathered`
 (each tensor broadcast over PP and all-gathered over TP or EP, every rank copying its slice) and with --engine `reload_weights`
 (the same stream through vLLM's own loader). Every result is verified bit by bit; exit status 1 if one is wrong. `--sweep` goes
-through the layouts of benchmarks/layouts/RANKS.txt; `--out X.json` also draws X.png.
+through the layouts of benchmarks/layouts/RANKS.txt, with `--only TP1` those of one rollout: on GPUs an engine lasts as long as
+its process. `--out X.json` also draws X.png.
 """
 
 import argparse
@@ -82,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rollout-ep", action="store_true", help="whole experts on every rank of an engine")
     layouts = ROOT / "benchmarks" / "layouts" / f"{os.environ.get('WORLD_SIZE', 1)}.txt"
     result.add_argument("--sweep", type=Path, nargs="?", const=layouts, metavar="FILE", help=f"default: {_short(layouts)}")
+    result.add_argument(
+        "--only", metavar="ROLLOUT", help="of the sweep, the lines with this behind the arrow, such as `TP2 EP`"
+    )
     result.add_argument("--engine", action="store_true", help="write into a vLLM engine's parameters")
     result.add_argument("--cycles", type=int, default=0, help="with --engine: rounds of sleep, wake, reshard, wake")
     result.add_argument("--bucket-mb", type=int, default=256)
@@ -98,8 +102,19 @@ def read_inputs(arguments: argparse.Namespace, world: int) -> tuple[dict[str, An
         fields["num_hidden_layers"] = arguments.layers
     hf = HFConfig.from_dict(fields, arguments.model)
     pairs = read_sweep(arguments.sweep, world) if arguments.sweep else [pair_of(arguments, world)]
+    if arguments.only:
+        pairs = [pair for pair in pairs if pair.rollout == arguments.only]
+        if not pairs:
+            raise ValueError(f"--only {arguments.only!r}: no line of {arguments.sweep or 'the options'} has this rollout")
     for pair in pairs:
         pair.check(hf)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    engines = {(pair.engines(hf, per_node), pair.rollout_ep): pair.rollout for pair in pairs}
+    if arguments.engine and torch.cuda.is_available() and len(engines) > 1:
+        raise ValueError(
+            f"{len(engines)} unlike engines (for {', '.join(engines.values())}), but vLLM's sleep mode allows one in the life"
+            " of a process on a GPU: run the benchmark once for each, with --only or a --sweep file of its own"
+        )
     return fields, hf, pairs
 
 

@@ -28,6 +28,7 @@ def run_rank(config: Config) -> None:
         process.join()
         transport = TorchrunTransport(store, rank, world_size)
         process.build()
+        transport.meet("to build their roles")
     transport.attach(process)
     if rank == 0:
         with faults_end_rank(rank, lambda: f"the driver ({transport.phase() or 'start'})"):
@@ -37,7 +38,7 @@ def run_rank(config: Config) -> None:
         transport.serve()
     with faults_end_rank(rank, lambda: "leaving the job"):
         process.close()
-        transport.leave()
+        transport.meet("to leave")  # rank 0 may be the one that holds the store, which the others need until then
 
 
 def drive(config: Config, transport: "TorchrunTransport") -> None:

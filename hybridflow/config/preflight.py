@@ -19,7 +19,7 @@ from hybridflow.config.model_folder import check_model_folder
 from hybridflow.config.own_class import load_class
 from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
-from hybridflow.controller.placement import place
+from hybridflow.controller.placement import either, place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -309,7 +309,7 @@ def _check_launcher(config: Config) -> None:
 def _check_resources(key: str, node: Any, amounts: Any, nodes: int) -> None:
     names = [f"node{number}" for number in range(nodes)]
     if node not in names:
-        raise ConfigError(f"{key}: cluster.nodes={nodes} are {_either(names)}")
+        raise ConfigError(f"{key}: cluster.nodes={nodes} has {', '.join(names)}")
     if not isinstance(amounts, dict):
         raise ConfigError(f"{key}={amounts} is not a section of amounts, such as {{H200: 1}}")
     for name, amount in amounts.items():
@@ -384,12 +384,12 @@ def _check_libraries(config: Config) -> None:
     for section, keys in _OWNED_BY_US.items():
         roles = config.megatron_roles() if section == "megatron" else {"rollout": config.roles.rollout}
         for name, role in roles.items():
-            for key in getattr(role, section):
+            for key, value in getattr(role, section).items():
                 if key in keys:
                     raise ConfigError(
                         f"roles.{name}.{section}.{key} follows from another key: set roles.{name}.{keys[key]} instead"
                     )
-                check_library_field(f"roles.{name}.{section}", key)
+                check_library_field(f"roles.{name}.{section}", key, value)
     try:
         check_not_owned(config.roles.rollout.engine_args)
     except ValueError as error:
@@ -411,7 +411,7 @@ def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
     for name, size in sizes.items():
         if size % layout.tp:
             fits = [n for n in range(1, hf.num_heads + 1) if all(other % n == 0 for other in sizes.values())]
-            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {_either(fits)}")
+            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {either(fits)}")
     try:
         layout.stage_layers(hf.num_layers)
     except ValueError as error:
@@ -451,8 +451,3 @@ def _check_lengths(config: Config, models: Mapping[str, HFConfig]) -> None:
         least = -(-longest // multiple) * multiple  # micro-batches are padded to a multiple of tp
         if budget < least:
             raise ConfigError(f"{key}={budget} does not hold one sequence: {both}: use at least {least}")
-
-
-def _either(numbers: list) -> str:
-    words = [str(n) for n in numbers]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

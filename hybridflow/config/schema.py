@@ -145,7 +145,8 @@ class RolloutConfig:
     # which ranks form an engine: those of a node that receive least when the weights come, or neighbours
     grouping: Literal["best", "contiguous"] = "best"
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory that vLLM may use while it generates
-    # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side
+    # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side;
+    # on ranks of its own the engine never sleeps
     sleep: bool = True
     engine_args: dict[str, Any] = free()  # arguments of vLLM's LLM
 
@@ -297,6 +298,12 @@ class Config:
         """The global ranks of a role; ValueError where `roles.X.ranks` can't be had."""
         wanted = getattr(self.roles, role).ranks
         return parse_ranks(f"roles.{role}.ranks", wanted, self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @property
+    def rollout_shares(self) -> bool:
+        """Whether the rollout engine has GPUs in common with another role, and so gives memory to it between rollouts."""
+        others = {rank for role in self.megatron_roles() for rank in self.ranks(role)}
+        return not others.isdisjoint(self.ranks("rollout"))
 
     def read_model(self, role: str) -> HFConfig:
         """The `config.json` of a role's model."""

@@ -102,9 +102,9 @@ class TorchrunTransport:
         with waiting("the other ranks to take their last messages"):
             self._poster.join()
 
-    def leave(self) -> None:
-        """The very last, on every rank: rank 0 may be the one that holds the store which the others still need."""
-        with waiting("the other ranks to leave"):
+    def meet(self, what: str) -> None:
+        """Wait until all ranks of the job, of all pools, have come here; `what` they still have to do, for messages."""
+        with waiting(f"ranks of all pools {what}") if self.rank == 0 else contextlib.nullcontext():
             self._group.barrier().wait()
 
     def _collect(self, slots: "dict[int, _Slot]", where: str) -> dict[int, Any]:

@@ -8,7 +8,8 @@ from hybridflow.controller.worker import Worker
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
-from hybridflow.roles.rollout import Rollout, choose_layout
+from hybridflow.roles.rollout import Rollout
+from hybridflow.roles.sides import layout_of
 from megatron_ext.layout import Layout
 
 # The engine comes first: vLLM wants the memory free that it is going to use.
@@ -31,11 +32,6 @@ def build_roles(config: Config, rank: int) -> dict[str, Role]:
         elif placement.roles[name][0] in pool:
             ROLES[name].stand_by(name, config)
     return roles
-
-
-def layout_of(config: Config, name: str) -> Layout:
-    """A role's layout, for those who don't have the role."""
-    return choose_layout(config) if name == "rollout" else config.layout(name)
 
 
 def handles(config: Config, transport: Transport) -> dict[str, RoleHandle]:

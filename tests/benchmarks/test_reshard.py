@@ -183,6 +183,20 @@ def test_shipped_sweeps_fit_their_models(file):
         assert inputs("--model", str(path), "--sweep", str(file), ranks=int(file.stem.split("_")[0]))[2]
 
 
+def test_the_lines_of_one_rollout(monkeypatch):
+    model, file = (str(reshard.ROOT / path) for path in ("configs/models/tiny.json", "benchmarks/layouts/2.txt"))
+    sweep = ["--model", model, "--sweep", file]
+    assert {pair.rollout for pair in inputs(*sweep, ranks=2)[2]} == {"TP1", "TP2"}
+    found = inputs(*sweep, "--only", "TP2", ranks=2)[2]
+    assert [pair.training.describe() for pair in found] == ["TP2", "PP2", "DP2"]
+    with pytest.raises(ValueError, match=r"--only 'TP8': no line of .*2.txt has this rollout"):
+        inputs(*sweep, "--only", "TP8", ranks=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert inputs(*sweep, "--only", "TP1", "--engine", ranks=2)
+    with pytest.raises(ValueError, match=r"2 unlike engines \(for TP1, TP2\), but vLLM's sleep mode allows one"):
+        inputs(*sweep, "--engine", ranks=2)
+
+
 def test_options(tmp_path, monkeypatch, capsys):
     model = tmp_path / "model.json"
     model.write_text(json.dumps(FIELDS["qwen3_moe"]))

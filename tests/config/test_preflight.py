@@ -138,7 +138,7 @@ def test_passes_with(tmp_path, model, overrides):
         ),
         (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node1: {big: 1}}"],
-            "cluster.resources.node1: cluster.nodes=1 are node0",
+            "cluster.resources.node1: cluster.nodes=1 has node0",
         ),
         (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: big}"],
@@ -174,6 +174,15 @@ def test_passes_with(tmp_path, model, overrides):
         (
             ["roles.actor.megatron.num_layer=8"],
             "unknown key roles.actor.megatron.num_layer: did you mean num_layers?",
+        ),
+        (
+            ["roles.actor.megatron.attention_dropout=lots"],
+            "roles.actor.megatron.attention_dropout='lots' must be float",
+        ),
+        (["roles.actor.megatron.bias_activation_fusion=1"], "roles.actor.megatron.bias_activation_fusion=1 must be bool"),
+        (
+            ["roles.rollout.engine_args.max_num_seqs=many"],
+            "roles.rollout.engine_args.max_num_seqs='many' must be int or null",
         ),
         (
             ["roles.actor.megatron.num_layers=8"],

@@ -65,6 +65,10 @@ class Echo(Role):
     def shards(self, rows: Batch) -> Batch:
         """Its share, as it came."""
 
+    @remote(ONE_TO_ALL, giver="hand_over")
+    def take(self, source: str, amount: int) -> None:
+        """From another role."""
+
 
 class Loopback:
     """A transport whose ranks reply with what they are given."""
@@ -73,7 +77,8 @@ class Loopback:
         return ""
 
     def submit(self, calls):
-        self.given = {rank: call.args[0]["rewards"].tolist() for rank, call in calls.items()}
+        self.calls = calls
+        self.given = {rank: call.args[0]["rewards"].tolist() for rank, call in calls.items() if isinstance(call.args[0], Batch)}
         return lambda: {rank: call.args[0] for rank, call in calls.items() if call.reply}
 
 
@@ -84,3 +89,22 @@ def test_engines_of_ranks_in_any_order_get_one_share_each_and_give_it_back_in_th
     merged = handle.shards(whole).result()
     assert transport.given == {0: [2.0, 3.0], 1: [0.0, 1.0], 2: [2.0, 3.0], 3: [0.0, 1.0]}
     assert torch.equal(merged["rewards"], whole["rewards"])
+
+
+def test_calls_go_to_the_roles_own_ranks_and_results_come_back_in_the_order_of_its_layout():
+    transport, whole = Loopback(), batch([4, 2, 3, 1])
+    handle = RoleHandle("echo", Echo, Layout(4, tp=2), transport, {"echo": (1, 4, 5, 6)})
+    merged = handle.shards(whole).result()
+    assert transport.given == {1: [0.0, 1.0], 4: [0.0, 1.0], 5: [2.0, 3.0], 6: [2.0, 3.0]}
+    assert [rank for rank, call in transport.calls.items() if call.reply] == [1, 5]
+    assert torch.equal(merged["rewards"], whole["rewards"])
+
+
+def test_ranks_that_only_give_run_the_givers_part():
+    transport = Loopback()
+    placed = {"echo": (2, 3), "teacher": (0, 1, 2)}
+    result = RoleHandle("echo", Echo, Layout(2), transport, placed).take("teacher", 7).result()
+    asked = {rank: (call.role, call.method, call.args, call.reply) for rank, call in transport.calls.items()}
+    mine, theirs = ("echo", "take", ("teacher", 7), True), ("teacher", "hand_over", ("echo", 7), False)
+    assert asked == {0: theirs, 1: theirs, 2: mine, 3: mine}
+    assert len(result) == 2

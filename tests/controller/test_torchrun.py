@@ -40,6 +40,17 @@ class Toy(Role):
     def where(self) -> tuple[str, int, int]:
         return self.name, dist.get_rank(), self.entered
 
+    @remote(ONE_TO_ALL)
+    def hear(self) -> float:
+        """From the rank two further on, whose own call comes later."""
+        heard = torch.zeros(1)
+        dist.recv(heard, dist.get_rank() + 2)
+        return heard.item()
+
+    @remote(ONE_TO_ALL)
+    def tell(self) -> None:
+        dist.send(torch.full((1,), float(dist.get_rank())), dist.get_rank() - 2)
+
     def hidden(self) -> None: ...
 
 
@@ -64,6 +75,10 @@ def drive(layout: Layout) -> dict | None:
     }
     with pytest.raises(AttributeError, match="no remote method 'hidden'"):
         a.hidden()
+    placed = {"a": (0, 1), "b": (2, 3)}
+    first, second = (RoleHandle(name, Toy, Layout(2), transport, placed) for name in placed)
+    heard, told = first.hear(), second.tell()  # run at once, rank 0's share would wait for a call that is not submitted yet
+    found |= {"heard": heard.result(), "told": told.result()}
     transport.close()
     return found
 
@@ -76,6 +91,7 @@ def test_calls_reach_all_ranks_and_results_keep_the_callers_order(worlds):
     assert sorted(found["shards"]) == [2, 2, 3, 3, 3]
     assert found["b"] == [("b", rank, 1) for rank in range(4)]
     assert found["a"] == [("a", rank, 2) for rank in range(4)]
+    assert found["heard"] == [2.0, 3.0] and found["told"] == [None, None]
     assert found["memory"] == ["a.double", "a.where", "b.double", "b.where"]
 
 
