@@ -332,7 +332,7 @@ def _check_launcher(config: Config) -> None:
 def _check_resources(key: str, node: Any, amounts: Any, nodes: int) -> None:
     names = [f"node{number}" for number in range(nodes)]
     if node not in names:
-        raise ConfigError(f"{key}: cluster.nodes={nodes} are {either(names)}")
+        raise ConfigError(f"{key}: cluster.nodes={nodes} has {', '.join(names)}")
     if not isinstance(amounts, dict):
         raise ConfigError(f"{key}={amounts} is not a section of amounts, such as {{H200: 1}}")
     for name, amount in amounts.items():

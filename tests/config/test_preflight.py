@@ -190,7 +190,7 @@ def test_passes_with(tmp_path, model, overrides):
         ),
         (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node1: {big: 1}}"],
-            "cluster.resources.node1: cluster.nodes=1 are node0",
+            "cluster.resources.node1: cluster.nodes=1 has node0",
         ),
         (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: big}"],
