@@ -550,6 +550,10 @@ class TestModelFolder:
         assert refused(tmp_path, model, *asked) == f"{text}, which its config.json asks for"
         assert text in refused(tmp_path, model, *asked, "roles.reward.backend=hf")
         fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 64}))
+        for backend in ("megatron", "hf"):
+            text = refused(tmp_path, model, *asked, f"roles.reward.backend={backend}")
+            assert text.endswith("= 192 is more than the reward's max_position_embeddings=64: lower one of them")
         (folder / "config.json").write_text(json.dumps(fields | {"id2label": {"0": "bad", "1": "good"}}))
         text = "Qwen2ForSequenceClassification with 2 labels is not a reward model, which has 1 (id2label)"
         assert text in refused(tmp_path, model, *asked)
