@@ -53,19 +53,23 @@ class Timeline:
         self._folder.mkdir(exist_ok=True)
         ranks.record_calls().result()
         self._hosts, self._ahead = read_clocks(ranks)
+        self._calls: list[list[Span]] = []
 
     def begin_step(self) -> None:
         """What the ranks did before is no part of the step."""
         self._ranks.calls().result()
 
-    def write(self, step: int, phases: Sequence[PhaseLike], pipelines: Mapping[str, tuple[Sequence[int], list[Pass]]]) -> None:
-        """`pipelines`: by role its ranks, and the passes of its schedule."""
-        calls = [
+    def end_step(self) -> None:
+        """Nor is what they do from now on."""
+        self._calls = [
             [Span(name, start - ahead, end - ahead) for name, start, end in spans]
             for spans, ahead in zip(self._ranks.calls().result(), self._ahead, strict=True)
         ]
+
+    def write(self, step: int, phases: Sequence[PhaseLike], pipelines: Mapping[str, tuple[Sequence[int], list[Pass]]]) -> None:
+        """The step that has ended. `pipelines`: by role its ranks, and the passes of its schedule."""
         worked = {role: self._worked(ranks, passes) for role, (ranks, passes) in pipelines.items() if passes}
-        (self._folder / f"step-{step}.json").write_text(json.dumps(trace(phases, calls, self._hosts, worked)))
+        (self._folder / f"step-{step}.json").write_text(json.dumps(trace(phases, self._calls, self._hosts, worked)))
 
     def _worked(self, ranks: Sequence[int], passes: list[Pass]) -> Pass:
         """All passes as one, by the driver's clock."""
@@ -98,7 +102,7 @@ def read_clocks(ranks: Ranks) -> tuple[list[str], list[float]]:
 def trace(
     phases: Sequence[PhaseLike], calls: Sequence[Sequence[Span]], hosts: Sequence[str], pipelines: Mapping[str, Pass]
 ) -> dict[str, Any]:
-    """The trace as an object for JSON, all by the driver's clock; times begin with the first phase. `calls`: those of every rank."""
+    """The trace as an object for JSON, by the driver's clock, from the first phase on. `calls`: those of every rank."""
     origin = min([phase.start for phase in phases] + [span.start for spans in calls for span in spans], default=0.0)
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts), start=1)}
     events = [_named("process", 0, 0, "driver"), _named("thread", 0, 0, "phases")]
