@@ -465,10 +465,10 @@ class Run:
         self._bytes_before = self.courier.bytes
         self.throughput.reset()
         self.recorder.take_phases()
-        self._memory()
         if self._timeline:
-            self._timeline.begin_step()
             self._passes()
+            self._timeline.begin_step()
+        self._memory()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
@@ -486,6 +486,7 @@ class Run:
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
         if self._timeline:
+            self._timeline.end_step()
             self.passes = self._passes()
             metrics |= _bubbles(self.passes["actor"])
             pipelines = {name: (role.ranks, self.passes[name]) for name, role in self._metered().items()}
