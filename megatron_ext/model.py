@@ -85,7 +85,7 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
     """This rank's chunks, first to last, randomly initialised on the device; call it inside `ParallelState.current()`.
 
     The vocabulary is padded to a multiple of 64 x tp; the padding's rows never get a gradient (log_probs.py leaves them out).
-    A value head starts at zero.
+    A head of one number starts at zero.
 
     Raises:
         RuntimeError: Megatron numbered the layers otherwise than the layout does.
@@ -108,8 +108,8 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
             rotary_base=hf.rope_theta,
             vp_stage=index if layout.vpp > 1 else None,
         )
-        if hf.head == "value" and chunk.post_process:
-            chunk.output_layer = ValueHead(config)  # instead of Megatron's over the vocabulary
+        if hf.head != "lm" and chunk.post_process:
+            chunk.output_layer = ValueHead(config, hf.has_bias)  # instead of Megatron's over the vocabulary
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.true_vocab_size = hf.vocab_size  # what step.py masks by
         chunks.append(chunk.to(device=device.current(), dtype=config.params_dtype))
@@ -122,17 +122,18 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
 class ValueHead(torch.nn.Module):
     """One number for each token in place of the output layer: whole on every tensor-parallel rank, computed in fp32."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, bias: bool):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
-        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)) if bias else None)
         self._gathers = config.sequence_parallel
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # each rank sees its tokens only: gradients are summed
 
     def forward(self, hidden: Tensor, **_) -> tuple[Tensor, None]:
         """[T, 1, hidden] (T / tp under sequence parallelism) -> [T, 1, 1] float32, as Megatron calls its output layer."""
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        bias = None if self.bias is None else self.bias.float()
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)
         if self._gathers:  # all ranks go on with all values: each takes its own tokens' part of the gradient
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+
+from megatron_ext import compat
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -79,8 +82,17 @@ def wrap(
 class Optimizer:
     """The optimizer of one role. A new one over the same chunks starts with fresh moments and lets go of the old one's."""
 
-    def __init__(self, wrapped: Sequence[DistributedDataParallel], settings: OptimizerSettings, dtype: torch.dtype):
-        """Masters are copies of the parameters as they are now; after writing parameters from outside call `reload`."""
+    def __init__(
+        self,
+        wrapped: Sequence[DistributedDataParallel],
+        settings: OptimizerSettings,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ):
+        """Masters are copies of the parameters as they are now; after writing parameters from outside call `reload`.
+
+        Collective over `group`, the role's ranks (`ParallelState.group`).
+        """
         self.settings, self.wrapped = settings, list(wrapped)
         self.updates = 0
         self._masters_checked = False
@@ -98,7 +110,8 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         no_decay = get_standard_config_overrides(config)  # biases and norms; the default in 0.16, to be asked for in 0.19
-        self.megatron = get_megatron_optimizer(config, self.wrapped, config_overrides=no_decay)
+        with compat.gathering_over(group):
+            self.megatron = get_megatron_optimizer(config, self.wrapped, config_overrides=no_decay)
 
     def zero_grad(self) -> None:
         """Before each forward_backward."""

@@ -42,7 +42,7 @@ def partition(
     fitting = _first_fit(lengths, capacity)
     least = -(-sum(lengths) // capacity)
     for size in range(least, len(fitting) + 1) if count is None else [count]:
-        groups = _spread(lengths, size)
+        groups = spread(lengths, size)
         if max(sum(lengths[i] for i in group) for group in groups) <= capacity:
             return _even_out(groups, lengths, capacity, attention)
     if count is None:
@@ -59,14 +59,15 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _spread(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Longest first, each to the group with the fewest tokens so far (at most 4/3 of the best possible maximum)."""
+def spread(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """`count` groups of indices with about equal sums: longest first, each to the group with the fewest tokens so far, and
+    among equals with the fewest indices (at most 4/3 of the best possible maximum)."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, group) for group in range(count)]
+    loads = [(0, 0, group) for group in range(count)]
     for index in _longest_first(lengths):
-        load, group = heapq.heappop(loads)
+        load, size, group = heapq.heappop(loads)
         groups[group].append(index)
-        heapq.heappush(loads, (load + lengths[index], group))
+        heapq.heappush(loads, (load + lengths[index], size + 1, group))
     return [sorted(group) for group in groups]
 
 

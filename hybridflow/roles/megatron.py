@@ -8,9 +8,11 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config
+from hybridflow.controller.placement import place
 from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
 from hybridflow.data.packing import partition
+from hybridflow.roles.transfer import WeightTransfer
 from megatron_ext import device, layers, model, step, weights
 from megatron_ext.bubble import BubbleMeter
 from megatron_ext.intervals import Interval
@@ -20,7 +22,7 @@ from megatron_ext.tiles import TileMap
 
 
 class MegatronRole(Role):
-    """A GPTModel under TP x PP x DP, loaded from an HF folder."""
+    """A GPTModel under TP x PP x DP on all or some ranks of its pool, loaded from an HF folder."""
 
     def __init__(self, name: str, config: Config):
         self.name, self.config = name, config
@@ -29,19 +31,35 @@ class MegatronRole(Role):
         self.model_path, self.dtype = config.model_path(name), getattr(torch, config.dtype(name))
         self.hf = config.read_model(name)
         self.spec = layers.default_spec()
-        self.state = ParallelState(name, layout, seed=config.run.seed)
+        self.state = _parallel_state(name, config)
         self._meter = BubbleMeter(self.state.coordinates.pp) if config.run.profile else None
+        self._transfers: dict[str, WeightTransfer] = {}
         with self.context():
             transformer = model.transformer_config(self.hf, layout, self.dtype, role.recompute, dict(role.megatron))
             self.transformer_config = transformer
             self.chunks = model.build_model(self.hf, layout, transformer, self.spec)
-            held = self.parameters(), self.tile_map(dist.get_rank())
+            held = self.parameters(), self.tile_map(self.state.rank)
             if not self.hf.head_stored:
                 held = tuple(map(weights.without_head, held))
             weights.load_hf(*held, self.model_path, weights.hf_shapes(self.hf))
 
+    @classmethod
+    def stand_by(cls, name: str, config: Config) -> None:
+        """Groups are made by all ranks of the pool."""
+        _parallel_state(name, config)
+
     def context(self) -> contextlib.AbstractContextManager:
         return self.state.current()
+
+    def give_to(self, engines: str, verify: bool) -> None:
+        """This rank's part in `Rollout.receive`, where it has no engine."""
+        if engines not in self._transfers:
+            self._transfers[engines] = WeightTransfer(self.config, self.name, engines, self.peers)
+        self._transfers[engines].run(verify)
+
+    def copy_to(self, taker: str) -> None:
+        """This rank's part in `copy_from` of a role that does not live on it."""
+        WeightTransfer(self.config, self.name, taker, self.peers).run(verify=True)
 
     def tile_map(self, rank: int) -> TileMap:
         return weights.tile_map(self.hf, self.layout, rank, self.spec)
@@ -95,6 +113,10 @@ class MegatronRole(Role):
     def outputs(self, micro_batches: list[step.MicroBatch]) -> list[dict[str, Tensor]] | None:
         """Log-probs and entropies, by sequence."""
         return step.forward(self.chunks, micro_batches, self.config.sampling.temperature)
+
+
+def _parallel_state(name: str, config: Config) -> ParallelState:
+    return ParallelState(name, config.layout(name), config.run.seed, place(config).within_pool(name))
 
 
 def _padded(tokens: int, multiple: int, budget: int) -> int:

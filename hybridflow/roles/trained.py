@@ -34,14 +34,14 @@ class TrainedRole(MegatronRole):
         self.optimizer: Optimizer | None = None
         self._memory = TrainingMemory(self.wrapped)
         models = {role: config.read_model(role) for role in config.megatron_roles()}
-        self._release = memory_plan(config, models, _smallest_device()).releases[name]
+        self._release = memory_plan(config, models, _smallest_device(self.state.group)).releases[name]
         self._hands_over = bool(self.role.offload) or self._release.gradients
 
     @remote(ONE_TO_ALL)
     def start_training(self, settings: OptimizerSettings) -> None:
         """Begin a phase of training: a fresh optimizer and learning-rate schedule over the weights as they are."""
         self.optimizer = None  # frees the old states before the new ones are made
-        self.optimizer = Optimizer(self.wrapped, settings, self.dtype)
+        self.optimizer = Optimizer(self.wrapped, settings, self.dtype, self.state.group)
 
     def optimize(
         self, batch: Batch, forward_backward: Callable[[list[step.MicroBatch]], dict[str, Tensor] | None]
@@ -90,13 +90,13 @@ class TrainedRole(MegatronRole):
         """Write the weights as an HF folder, a value head among them."""
         self.require_weights()
         tiles = [self.tile_map(rank) for rank in range(self.layout.world_size)]
-        export_hf(self.parameters(), tiles, self.model_path, destination, head=self.hf.head)
+        export_hf(self.parameters(), tiles, self.model_path, destination, head=self.hf.head, group=self.state.group)
 
 
-def _smallest_device() -> int | None:
-    """Bytes of the smallest GPU of all ranks, which therefore decide alike; None on a CPU. Collective."""
+def _smallest_device(group: dist.ProcessGroup | None) -> int | None:
+    """Bytes of the smallest GPU of the role's ranks, which therefore decide alike; None on a CPU. Collective."""
     if not torch.cuda.is_available():
         return None
     total = torch.tensor(torch.cuda.mem_get_info()[1], device=device.current())
-    dist.all_reduce(total, op=dist.ReduceOp.MIN)
+    dist.all_reduce(total, op=dist.ReduceOp.MIN, group=group)
     return int(total)

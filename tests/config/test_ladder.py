@@ -66,6 +66,19 @@ def test_the_critics_micro_batches_are_its_own(tmp_path):
     assert "critic" not in make(tmp_path).render()
 
 
+def test_safe_rlhf_shows_its_roles(tmp_path):
+    text = make(
+        tmp_path,
+        "cluster.ranks_per_node=4",
+        "algorithm.name=safe_rlhf",
+        "roles.cost_critic={micro_batch_tokens: 400}",
+        "roles.cost={backend: hf, model: {path: costs}}",
+    ).render()
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "<= " in lines["… of the critic"] and "of at most 400 packed" in lines["… of the cost critic"]
+    assert lines["cost"].split() == ["cost", "DP4", "bfloat16,", "costs", "by", "transformers"]
+
+
 @pytest.mark.parametrize("budget,expected", [(192, 8), (383, 8), (384, 4), (100_000, 1)])
 def test_micro_batches_by_budget(tmp_path, budget, expected):
     steps = make(tmp_path, f"roles.actor.micro_batch_tokens={budget}", "batch={prompts: 4, samples_per_prompt: 2}")

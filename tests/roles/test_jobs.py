@@ -93,6 +93,26 @@ def test_a_critics_memory_that_leaves_changes_nothing(world, model, tmp_path, ho
     assert "warning" not in kept[0]["printed"] + gone[0]["printed"]
 
 
+@pytest.mark.timeout(2 * TIMEOUT)
+def test_a_run_replayed_in_other_layouts_has_the_same_losses(worlds, world, model, tmp_path):
+    """PPO on one rank, and on two with an actor of TP2, a critic of PP2 and engines of one: the same step by step."""
+    (tmp_path / "rewards.py").write_text("def score(prompt, response, answer, metadata):\n    return len(response) / 6\n")
+    ppo = ["algorithm={name: ppo, kl_in: reward, kl_coefficient: 0.05}", "run.steps=3", "evaluation.problems=0"]
+    ppo += ["roles.actor.optimizer.lr=1e-4", f"reward={{kind: function, function: '{tmp_path}/rewards.py:score'}}"]
+    critic = "roles.critic={{{0}micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}}}"
+    alone = ["cluster.ranks_per_node=1", "roles.actor.tp=1", "roles.reference.pp=1", critic.format("")]
+    one, _ = train(worlds(1, "jobs"), model, tmp_path / "one", "float32", *ppo, *alone, "run.save_rollouts=true")
+    replay = [critic.format("pp: 2, "), f"run.replay={tmp_path}/one/run"]
+    two, _ = train(world, model, tmp_path / "two", "float32", *ppo, *replay)
+    same = ("reward/mean", "actor/loss", "actor/kl_reference", "critic/loss", "critic/explained_variance")
+    for expected, found in zip(one[0]["steps"], two[0]["steps"], strict=True):
+        assert {name: found[name] for name in same} == pytest.approx({name: expected[name] for name in same}, abs=1e-5)
+        assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
+        assert found["reshard/bytes_received"] > 0 and found["mismatch/log_prob_abs_max"] < 1e-3
+    assert one[0]["steps"][1]["actor/loss"] != 0
+    assert "warning" not in two[0]["printed"]
+
+
 @pytest.mark.timeout(TIMEOUT + 60)
 def test_float32_weights_rest_on_the_host(world, model, tmp_path):
     overrides = ["roles.actor.offload=[params,grads,optimizer]", "run.steps=2", "roles.actor={tp: 1, pp: 2}"]
