@@ -67,12 +67,23 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if inside_torchrun():
         return _train_rank(arguments, overrides)
     from hybridflow.config.load import load
-    from hybridflow.config.preflight import check_devices
+    from hybridflow.config.preflight import check, check_devices
+    from hybridflow.rendezvous import rendezvous
 
     config = load(arguments.config, overrides)
+    several = config.cluster.launcher == "torchrun" and config.cluster.nodes > 1
+    if several and not arguments.dry_run and rendezvous(config, os.environ).node > 0:
+        check(config, run_folder=False)  # node 0 speaks, and has perhaps begun to write there
+        from hybridflow.torchrun import launch
+
+        return launch(config, check_devices(config), arguments.config, overrides)
     models = _check_and_show(config)
     if arguments.dry_run:
-        _show_memory(config, models, _device_here(config))
+        from hybridflow.torchrun import plan
+
+        here = _device_here(config)
+        _show_memory(config, models, here)
+        print(plan(config, here, arguments.config, overrides))
         print("dry run: nothing was started")
         return 0
     device = check_devices(config)

@@ -54,6 +54,8 @@ _AT_LEAST = {
     "run.steps": 0,
     "run.save_every": 0,
     "run.port": 0,
+    "run.hang_minutes": 0,
+    "run.max_skipped": 0,
 }
 _ROLE_AT_LEAST_ONE = ("tp", "pp", "vpp", "cp", "ep", "etp", "forward_micro_batch_tokens")
 

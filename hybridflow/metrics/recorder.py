@@ -24,6 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hybridflow.config.load import save
 from hybridflow.config.run_folder import prepare_run_folder
 from hybridflow.config.schema import Config
+from hybridflow.controller.hang import progress
 from hybridflow.metrics.console import Console
 from hybridflow.metrics.plot import plot_reward
 from hybridflow.metrics.summary import Evaluation, History, summarize
@@ -64,11 +65,13 @@ class Recorder:
         """Time the block as `time/NAME` of the step that is logged next; times of one name add up."""
         start = time.monotonic()
         self.latest_phase = name
+        progress(f"phase {name} after {len(self.history.steps)} steps")
         if self._step_started is None:
             self._step_started = start
         try:
             yield
         finally:
+            progress(f"what follows phase {name} after {len(self.history.steps)} steps")
             self._phases[name] = self._phases.get(name, 0.0) + time.monotonic() - start
 
     def seconds(self) -> dict[str, float]:
