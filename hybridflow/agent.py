@@ -1,7 +1,7 @@
 """torchrun as `hybridflow train` starts it: `python -m hybridflow.agent` takes torchrun's own arguments.
 
-It notes which ranks failed and how instead of printing torchrun's report, which would bury the rank's own message, ends with its
-parent, says what it waits for, and leaves a batch system's signals to `hybridflow train`.
+It notes which ranks failed and how instead of printing torchrun's report, which would bury the rank's own message, ends with
+its parent, says what it waits for, and leaves a batch system's signals to `hybridflow train`.
 """
 
 import logging

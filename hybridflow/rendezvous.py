@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridflow.config.schema import Config, ConfigError
+from hybridflow.config.schema import ConfigError
 
 JOB = "HYBRIDFLOW_JOB"  # names one start of a job, the same on all of its nodes
 _NODE_RANK = ("NODE_RANK", "SLURM_NODEID")
@@ -28,16 +28,19 @@ class Rendezvous:
     job: str
 
 
-def rendezvous(config: Config, environment: Mapping[str, str]) -> Rendezvous:
-    """Raises ConfigError: several nodes, and the environment does not say where they meet."""
-    nodes = config.cluster.nodes
+def rendezvous(nodes: int, port: int, environment: Mapping[str, str]) -> Rendezvous:
+    """`port`: where MASTER_PORT says nothing.
+
+    Raises:
+        ConfigError: several nodes, and the environment does not say where they meet.
+    """
     if nodes == 1:
-        return Rendezvous("127.0.0.1", config.run.port, 0, _job(environment) or time.strftime("%Y%m%d-%H%M%S"))
-    address = environment.get("MASTER_ADDR", "")
-    port = environment.get("MASTER_PORT") or str(config.run.port)
+        return Rendezvous("127.0.0.1", port, 0, _job(environment) or time.strftime("%Y%m%d-%H%M%S"))
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT") or str(port)
     node = next((environment[name] for name in _NODE_RANK if environment.get(name)), "")
     if not address or port == "0" or not node:
-        missing = [name for name, there in (("MASTER_ADDR", address), ("MASTER_PORT", port != "0"), ("NODE_RANK", node)) if not there]
+        found = {"MASTER_ADDR": address, "MASTER_PORT": port != "0", "NODE_RANK": node}
+        missing = [name for name, there in found.items() if not there]
         raise ConfigError(
             f"cluster.nodes={nodes}: {', '.join(missing)} not set in the environment: start this command on every node with"
             f" MASTER_ADDR (a name or address of node 0), MASTER_PORT (a port free there) and NODE_RANK (0 to {nodes - 1}), as"

@@ -52,14 +52,19 @@ class Job:
         if self.leader:
             time.sleep(1)  # the others read them, too
             shutil.rmtree(self.notes, ignore_errors=True)
+            return
+        # srun ends a job's other nodes when one has ended badly: node 0 comes first, which says why
+        deadline = time.monotonic() + OTHER_NODES_SECONDS
+        while self.notes.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
 
 
 def supervise(command: list[str], environment: dict[str, str], name: str, job: Job = Job()) -> int:
     """Run the command and wait; returns the exit status: 0, 1, 2 where the command found the configuration wrong, or REQUEUE.
 
-    SIGTERM and SIGUSR1 let the job end after the step that it is in. Ctrl-C and SIGHUP end it now, a second one or STOP_SECONDS
-    later by force. Descendants whose parent died are adopted and killed as well. The last lines of a job that failed say which
-    rank failed, in what and why; `name` is the command's.
+    SIGTERM and SIGUSR1 let the job end after the step that it is in, with REQUEUE. Before the first step they end it now, as
+    Ctrl-C and SIGHUP do at any time, a second one or STOP_SECONDS later by force. Descendants whose parent died are adopted and
+    killed as well. The last lines of a job that failed say which rank failed, in what and why; `name` is the command's.
     """
     adopt_orphans()
     before = set(psutil.Process().children(recursive=True))
@@ -124,7 +129,7 @@ def _wait(child: subprocess.Popen, stop: _Stop, notes: Path, job: Job) -> tuple[
         time.sleep(0.1)
     if stop.signal:
         name = _name(stop.polite or stop.signal)
-        return (stopping.REQUEUE if stop.polite else 1), f"stopped by {name}; all ranks have ended"
+        return 1, f"stopped by {name}; all ranks have ended"
     if child.returncode == 0 and stopping.has_left(notes):
         return stopping.REQUEUE, "stopped after a step; all ranks have ended"
     return (child.returncode if child.returncode in (0, 2) else 1), ""

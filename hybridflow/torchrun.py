@@ -26,6 +26,8 @@ _USELESS_WARNINGS = (
     "resource_tracker",  # of what a killed rank left in shared memory: it says so when it has cleaned up
 )
 
+PYTHON_WARNINGS = ",".join(f"ignore:{message}" for message in _USELESS_WARNINGS)
+
 
 def launch(config: Config, device: str, config_path: str, overrides: list[str]) -> int:
     """Run this node's share of `hybridflow.train` under torchrun and wait; returns the exit status: 0, 1, or 99 (stopping.py).
@@ -33,7 +35,7 @@ def launch(config: Config, device: str, config_path: str, overrides: list[str]) 
     Raises:
         ConfigError: there are several nodes, and the environment does not say where they meet.
     """
-    meeting = rendezvous(config, os.environ)
+    meeting = rendezvous(config.cluster.nodes, config.run.port, os.environ)
     if meeting.node == 0 and config.run.overwrite:
         for name in ("logs", "hang"):
             shutil.rmtree(Path(config.run.dir) / name, ignore_errors=True)
@@ -54,16 +56,18 @@ def describe(config: Config, meeting: Rendezvous) -> Job:
 def command(config: Config, meeting: Rendezvous, config_path: str, overrides: list[str]) -> list[str]:
     """torchrun's command line. On one node with a rendezvous of this job's own on the loopback interface, so that jobs don't
     meet; on several nodes they are numbered as the environment says, so that `node0` of the config is the one it names."""
-    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
+    agent = agent_command(config.cluster.nodes, config.cluster.ranks_per_node, meeting)
+    return [*agent, "-m", "hybridflow.train", "--config", config_path, *overrides]
+
+
+def agent_command(nodes: int, ranks: int, meeting: Rendezvous) -> list[str]:
+    """`command` without what the ranks run."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{meeting.port}", "--rdzv-id", uuid.uuid4().hex]
     meet += ["--local-addr", "127.0.0.1"]
     if nodes > 1:
         meet = ["--rdzv-backend", "static", "--rdzv-endpoint", f"{meeting.address}:{meeting.port}", "--rdzv-id", meeting.job]
         meet += ["--node-rank", str(meeting.node), "--rdzv-conf", f"timeout={MEET_SECONDS}"]
-    return [
-        *(sys.executable, "-m", "hybridflow.agent", "--nnodes", str(nodes), "--nproc-per-node", str(ranks), *meet),
-        *("-m", "hybridflow.train", "--config", config_path, *overrides),
-    ]
+    return [sys.executable, "-m", "hybridflow.agent", "--nnodes", str(nodes), "--nproc-per-node", str(ranks), *meet]
 
 
 def plan(config: Config, device: str, config_path: str, overrides: list[str]) -> str:
@@ -72,12 +76,16 @@ def plan(config: Config, device: str, config_path: str, overrides: list[str]) ->
     lines = [f"what runs where ({device})"]
     for node in range(c.nodes):
         first = node * c.ranks_per_node
-        lines.append(f"  node {node}: ranks {first} to {first + c.ranks_per_node - 1}{', the driver in rank 0' if node == 0 else ''}")
-    where = "here" if c.nodes == 1 else "on every node, with MASTER_ADDR, MASTER_PORT and NODE_RANK set (launch/torchrun, launch/slurm)"
+        driver = ", the driver in rank 0" if node == 0 else ""
+        lines.append(f"  node {node}: ranks {first} to {first + c.ranks_per_node - 1}{driver}")
+    several = "on every node, with MASTER_ADDR, MASTER_PORT and NODE_RANK set (launch/torchrun, launch/slurm)"
+    where = "here" if c.nodes == 1 else several
     lines.append(f"started {where}: hybridflow train --config {' '.join([config_path, *overrides])}")
     folder = Path(config.run.dir)
     lines.append(f"output of rank N: {folder / 'logs'}/START/rank-N.log; results: {folder}")
-    hang = f"{config.run.hang_minutes:g} minutes without progress end it" if config.run.hang_minutes else "a hang does not end it"
+    hang = (
+        f"{config.run.hang_minutes:g} minutes without progress end it" if config.run.hang_minutes else "a hang does not end it"
+    )
     lines.append(f"SIGTERM or SIGUSR1 end the job after a step, with status 99; {hang}")
     return "\n".join(lines)
 
@@ -91,18 +99,18 @@ def environment(config: Config, device: str, outer: dict[str, str] | os._Environ
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
         "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONWARNINGS": ",".join(f"ignore:{message}" for message in _USELESS_WARNINGS),
+        "PYTHONWARNINGS": PYTHON_WARNINGS,
     }
     if Path(config.model.path).is_dir():
         wanted["HF_HUB_OFFLINE"] = "1"
     if device == "cpu":
         wanted |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if config.cluster.nodes > 1:
-        wanted |= _reachable_interface(socket.gethostname())
+        wanted |= reachable_interface(socket.gethostname())
     return {**wanted, **outer, "HYBRIDFLOW_LAUNCHED": "1"}
 
 
-def _reachable_interface(host: str) -> dict[str, str]:
+def reachable_interface(host: str) -> dict[str, str]:
     """gloo listens where the machine's own name points to. Debian points it to 127.0.1.1, which other nodes cannot reach: then
     the interface by which this node reaches node 0 is named instead."""
     try:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from hybridflow.algorithms.canary import Canary
 from hybridflow.algorithms.kl import KLCoefficient
 from hybridflow.algorithms.losses import means, token_kl
 from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
+from hybridflow.algorithms.skipped import Skipped
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.controller.handle import RoleHandle
@@ -57,6 +59,7 @@ class Run:
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
+        self._skipped = Skipped(config.run.max_skipped, Path(config.run.dir) / "skipped")
         self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
 
     def where(self) -> str:
@@ -323,29 +326,30 @@ class Run:
         if "mismatch_abs" in sums and first:
             self._log_mismatch(sums, batch)
         self.throughput.update(batch)
-        return self._note_update(
-            "actor", {name: value for name, value in sums.items() if not name.startswith("mismatch")}, shards
-        )
+        own = {name: value for name, value in sums.items() if not name.startswith("mismatch")}
+        return self._note_update("actor", own, shards, batch)
 
     def _start_value_update(self, batch: Batch, objective: object) -> Callable[[], None]:
         """Begin an optimizer step of the critic; what is returned waits for it: on ranks of their own, critic and actor update
         at the same time."""
+        batch = batch.only("tokens", "loss_mask", "values", "returns")
         with self.recorder.phase("update_critic"):
-            pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
+            pending = self.critic.update(batch, objective)
 
         def finish() -> None:
             with self.recorder.phase("update_critic"):
                 shards = pending.result()
-            self._note_update("critic", merge_sums(shards), shards)
+            self._note_update("critic", merge_sums(shards), shards, batch)
 
         return finish
 
-    def _note_update(self, role: str, sums: dict[str, float], shards: list[dict[str, float]]) -> dict[str, float]:
+    def _note_update(self, role: str, sums: dict[str, float], shards: list[dict[str, float]], batch: Batch) -> dict[str, float]:
         """An update's metrics as means, which are noted down for the step's."""
         numbers = means(sums) | {name: shards[0][name] for name in _OF_THE_STEP}
         if numbers["skipped"]:
             norm = numbers["grad_norm"]
             self.recorder.line(f"warning: update of the {role} skipped, its gradient's norm is {norm}: nothing was changed")
+        self._skipped.look(role, bool(numbers["skipped"]), numbers["grad_norm"], batch, self.step_index)
         self._updates[role].append(numbers)
         return numbers
 

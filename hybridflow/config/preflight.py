@@ -14,9 +14,9 @@ from typing import Any
 
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
-from hybridflow.config.model_folder import check_model_folder
+from hybridflow.config.model_folder import check_model_folder, expected_tensors
 from hybridflow.config.own_class import load_class
-from hybridflow.config.run_folder import check_run_folder
+from hybridflow.config.run_folder import check_run_folder, check_space
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
@@ -122,10 +122,17 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
         check_model_folder(Path(config.model_path(role)), hf)
     if run_folder:
         check_run_folder(Path(config.run.dir), config.run.overwrite)
+        check_space(Path(config.run.dir), _export_bytes(config, models["actor"]))
     check_data(config)
     if ":" in config.algorithm.name:
         load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
     return models
+
+
+def _export_bytes(config: Config, hf: HFConfig) -> int:
+    """Of the trained model as an HF folder."""
+    size = {"float32": 4, "bfloat16": 2}[config.dtype("actor")]
+    return size * sum(math.prod(shape) for shape in expected_tensors(hf).values())
 
 
 def check_devices(config: Config) -> str:

@@ -244,7 +244,9 @@ class RunConfig:
     overwrite: bool = False  # delete the run that `dir` holds
     profile: bool = False
     port: int = 0  # where the ranks meet; 0: a free port, on several nodes MASTER_PORT of the environment
-    hang_minutes: float = 30.0  # without a new phase of a step, after which every rank's stack is kept and the job ended; 0: never
+    hang_minutes: float = (
+        30.0  # without a new phase of a step, after which every rank's stack is kept and the job ended; 0: never
+    )
     max_skipped: int = 5  # updates of a role in a row that are skipped for a NaN, after which the run ends; 0: it goes on
 
 

@@ -85,7 +85,8 @@ def cause(folder: Path) -> str | None:
         return own[0].line
     notes = [json.loads(path.read_text()) for path in sorted(folder.glob(_EXITS))]
     exits = [(rank, status, note["host"]) for note in notes for rank, status in note["statuses"].items()]
-    killed = [(rank, -status, host) for rank, status, host in exits if status < 0]
+    # torchrun ends the others with SIGTERM
+    killed = [(rank, -status, host) for rank, status, host in exits if status < 0 and -status != signal.SIGTERM]
     if killed:
         rank, number, host = killed[0]
         hint = ": the machine may have run out of memory" if number == signal.SIGKILL else ""

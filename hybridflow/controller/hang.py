@@ -2,7 +2,7 @@
 
 The driver notes each phase that it enters (`progress`); every rank registers for a dump of its stacks by a signal (`register`),
 which works in C while Python stands still; `hybridflow train`, which is no rank and cannot hang with them, watches (`Watch`).
-They meet in the folder of the job's notes, which the nodes of a job share: node 0's decides, and each node's asks its own ranks.
+They meet in the folder of the job's notes, which the nodes of a job share: node 0's decides, each node's asks its own ranks.
 """
 
 import faulthandler
