@@ -16,7 +16,7 @@ import psutil
 
 from hybridflow.controller import faults, rank_log, stopping
 from hybridflow.controller.hang import Watch
-from hybridflow.processes import END, POLITE, adopt_orphans
+from hybridflow.processes import END, POLITE, adopt_orphans, ignore_polite_signals
 
 STOP_SECONDS = 20  # from the first signal until what is left is killed
 CLEAN_UP_SECONDS = 3  # for Python's resource trackers to delete what killed ranks left
@@ -77,6 +77,8 @@ def supervise(command: list[str], environment: dict[str, str], name: str, job: J
         if status in (1, stopping.REQUEUE):
             why = why or _why(child, notes, name, job)
             print(f"hybridflow: {why}", file=sys.stderr, flush=True)
+    if job.notes:  # nothing is left to be ended, and srun, which ends the nodes that are slower to leave, shall see the status
+        ignore_polite_signals()
     return status
 
 

@@ -32,7 +32,7 @@ for _ in "${hosts[@]}"; do
   wait -n "${pids[@]}" || one=$?
   if [ "$one" -ne 0 ] && [ "$status" -eq 0 ]; then
     status=$one
-    sleep 15 # a failed rank ends its peers, and node 0 says why: they need no help as a rule
+    sleep "${GRACE:-15}" # a failed rank ends its peers, and node 0 says why: they need no help as a rule
     end
   fi
 done
