@@ -197,7 +197,7 @@ def smoke(ranks: int, nodes: int, seconds: float, cuda: bool) -> int:
         {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
     )
     command = [*agent_command(nodes, ranks, meeting), "-m", "hybridflow.smoke", str(seconds)]
-    watch = Watch(3 + seconds / 60, ranks * nodes, Path("check-env-hang").absolute(), meeting.node == 0)
+    watch = Watch(3 + seconds / 60, range(ranks * nodes), Path("check-env-hang").absolute(), meeting.node == 0)
     return supervise(command, environment, "torchrun", Job(leader=meeting.node == 0, watch=watch))
 
 

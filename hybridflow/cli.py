@@ -86,17 +86,18 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         from hybridflow.torchrun import plan
 
-        here = _device_here(config)
-        _show_memory(config, models, here)
-        print(plan(config, here, arguments.config, overrides))
+        _show_memory(config, models, _device_here(config))
+        print(plan(config, arguments.config, overrides))
         print("dry run: nothing was started")
         return 0
     device = check_devices(config)
     _show_memory(config, models, device)
     _warn_of_untested_versions()
 
-    from hybridflow.torchrun import launch
-
+    if config.cluster.launcher == "ray":
+        from hybridflow.ray_driver import launch
+    else:
+        from hybridflow.torchrun import launch
     return launch(config, device, arguments.config, overrides)
 
 
@@ -133,8 +134,10 @@ def inside_torchrun() -> bool:
 def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
+    from hybridflow.controller.placement import place
 
     models = check(config)
+    print(place(config).render(), flush=True)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
     return models
 

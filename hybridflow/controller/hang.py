@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from hybridflow.controller import faults
 from hybridflow.processes import DUMP
 
 _PROGRESS, _HUNG = "progress", "hung"
-_STACKS = re.compile(r"stacks-(\d+)@(.*)@(\d+)")  # rank, host, process
+_STACKS = re.compile(r"stacks-(-?\d+)@(.*)@(\d+)")  # rank, host, process
 # Node 0 may have been lost: the others end by themselves so much later.
 NODE_0_IS_LOST = 120.0  # seconds
 
@@ -43,14 +43,14 @@ def register(rank: int) -> None:
 class Watch:
     """Attributes:
     minutes: without progress, after which a job counts as hung; 0: never.
-    ranks: how many the job has on all nodes.
+    ranks: whose stacks there should be: those of all nodes, or the driver's (faults.DRIVER) where it alone can be asked.
     report: the folder in which the stacks are left.
     leader: this is node 0.
     patience: seconds in which ranks must have written their stacks.
     """
 
     minutes: float
-    ranks: int
+    ranks: Sequence[int]
     report: Path
     leader: bool = True
     patience: float = 10.0
@@ -70,9 +70,9 @@ class Watch:
             return None
         if self.leader:
             (notes / _HUNG).touch()
-        for rank, path in self._registered(notes).items():
+        for path in self._registered(notes).values():
             _, host, process = _STACKS.fullmatch(path.name).groups()
-            if host == socket.gethostname() and _is_rank(int(process), rank):
+            if host == socket.gethostname() and _is_of(notes, int(process)):
                 os.kill(int(process), DUMP)
         silent = self._collect(notes)
         where = self._seen[0] if self._seen else "the start (engine start, model load)"
@@ -100,28 +100,30 @@ class Watch:
     def _collect(self, notes: Path) -> list[int]:
         """Wait for the stacks, keep them; returns the ranks without. Only node 0 sees those of all nodes."""
         deadline = self.clock() + self.patience
-        silent = list(range(self.ranks))
+        silent = list(self.ranks)
         while silent and self.clock() < deadline:
             time.sleep(0.2)
             done = {rank for rank, path in self._registered(notes).items() if path.stat().st_size}
-            silent = [rank for rank in range(self.ranks) if rank not in done]
+            silent = [rank for rank in self.ranks if rank not in done]
         time.sleep(0.5)  # the last of them may still be writing
         if self.leader:
             self.report.mkdir(parents=True, exist_ok=True)
             for rank, path in self._registered(notes).items():
                 if path.stat().st_size:
-                    shutil.copy(path, self.report / f"rank-{rank}.txt")
+                    shutil.copy(path, self.report / ("driver.txt" if rank == faults.DRIVER else f"rank-{rank}.txt"))
             (self.report / "phase.txt").write_text(f"{self._seen[0] if self._seen else 'start'}\n")
         return silent
 
 
-def _is_rank(process: int, rank: int) -> bool:
-    """The process is still the one that registered, not another one under its number."""
+def _is_of(notes: Path, process: int) -> bool:
+    """The process is still one of this job, not another one under its number."""
     try:
-        return f"RANK={rank}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return f"{faults.FOLDER}={notes}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
 
 def _names(ranks: list[int]) -> str:
+    if ranks == [faults.DRIVER]:
+        return "the driver"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

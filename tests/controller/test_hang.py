@@ -37,7 +37,7 @@ def test_a_hung_job_ends_with_the_stacks_of_all_ranks_that_can_tell(tmp_path):
         from pathlib import Path
         from hybridflow.controller.hang import Watch
         from hybridflow.supervise import Job, supervise
-        watch = Watch(0.15, 3, Path({str(tmp_path)!r}), patience=3.0)
+        watch = Watch(0.15, range(3), Path({str(tmp_path)!r}), patience=3.0)
         sys.exit(supervise([sys.executable, "-c", {STARTS_THREE!r}], dict(os.environ), "the ranks", Job(watch=watch)))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -63,7 +63,7 @@ def test_progress_is_what_keeps_a_job_alive(tmp_path, monkeypatch):
     notes, clock = tmp_path / "notes", Clock()
     notes.mkdir()
     monkeypatch.setenv(faults.FOLDER, str(notes))
-    watch = Watch(1.0, 1, tmp_path / "hang", clock=clock, patience=2.0)
+    watch = Watch(1.0, [0], tmp_path / "hang", clock=clock, patience=2.0)
     for step in range(5):
         clock.now += 50
         hang.progress(f"step {step}")
@@ -76,7 +76,7 @@ def test_progress_is_what_keeps_a_job_alive(tmp_path, monkeypatch):
 def test_who_watches_when(tmp_path, monkeypatch):
     monkeypatch.setenv(faults.FOLDER, str(tmp_path))
     clock = Clock()
-    off, other = (Watch(minutes, 1, tmp_path, minutes == 0, 2.0, clock) for minutes in (0.0, 1.0))
+    off, other = (Watch(minutes, [0], tmp_path, minutes == 0, 2.0, clock) for minutes in (0.0, 1.0))
     clock.now += 10_000
     assert off.look(tmp_path) is None
     assert other.look(tmp_path) is None  # another node, which sees no progress where folders are not shared
