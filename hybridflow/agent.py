@@ -1,32 +1,59 @@
 """torchrun as `hybridflow train` starts it: `python -m hybridflow.agent` takes torchrun's own arguments.
 
-It notes which ranks failed and how instead of printing torchrun's report, which would bury the rank's own message, and ends
-with its parent.
+It notes which ranks failed and how instead of printing torchrun's report, which would bury the rank's own message, ends with
+its parent, says what it waits for, and leaves a batch system's signals to `hybridflow train`.
 """
 
 import logging
 import signal
 import sys
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
 from hybridflow.controller import faults
-from hybridflow.processes import end_with_parent
+from hybridflow.controller.waiting import waiting
+from hybridflow.processes import END, end_with_parent, ignore_polite_signals
 
 
 def main(arguments: list[str]) -> int:
-    end_with_parent(signal.SIGTERM)
+    end_with_parent(END)
+    ignore_polite_signals()
+    _kill_ranks()
+    _say_while_waiting_for_nodes()
     logging.disable(logging.ERROR)  # "Sending process ... closing signal SIGTERM", and the like for every rank
     try:
-        run(parse_args(arguments))
+        run(parse_args(["--signals-to-handle", f"SIGINT,SIGHUP,{END.name}", *arguments]))
     except ChildFailedError as error:
         faults.note_exits({rank: failure.exitcode for rank, failure in error.failures.items()})
         return 1
     except SignalException:
         return 1
+    except DistStoreError as error:
+        print(f"hybridflow: error: the nodes of the job did not meet: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _kill_ranks() -> None:
+    """Ranks that are to end don't listen to SIGTERM, and have nothing to do then that a kill would not leave undone."""
+    close = SubprocessHandler.close
+    SubprocessHandler.close = lambda self, death_sig=None: close(self, signal.SIGKILL)
+
+
+def _say_while_waiting_for_nodes() -> None:
+    meet = StaticTCPRendezvous.next_rendezvous
+
+    def next_rendezvous(self: StaticTCPRendezvous) -> RendezvousInfo:
+        with waiting(f"all {self.world_size} nodes to meet at {self.master_addr}:{self.master_port}"):
+            return meet(self)
+
+    StaticTCPRendezvous.next_rendezvous = next_rendezvous
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     train.set_defaults(run=_train)
 
-    check = commands.add_parser("check-env", help="show the installed versions and whether they fit together")
+    check = commands.add_parser("check-env", help="show versions and this machine, and whether a job could run on it")
+    check.add_argument("--run-dir", default=".", metavar="DIR", help="the run's folder, whose disk is looked at")
+    check.add_argument("--ranks", type=int, default=0, metavar="N", help="ranks of a node; by default its GPUs, else 2")
+    check.add_argument("--nodes", type=int, default=1, metavar="N", help="started on so many nodes, as a job is")
+    check.add_argument("--smoke-seconds", type=float, default=10.0, metavar="S", help="of the ranks' test; 0: none")
     check.set_defaults(run=_check_env)
 
     convert = commands.add_parser("convert", help="turn a GGUF model into a folder in HF format")
@@ -67,12 +72,22 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if inside_torchrun():
         return _train_rank(arguments, overrides)
     from hybridflow.config.load import load
-    from hybridflow.config.preflight import check_devices
+    from hybridflow.config.preflight import check, check_devices
+    from hybridflow.rendezvous import rendezvous
 
     config = load(arguments.config, overrides)
+    several = config.cluster.launcher == "torchrun" and config.cluster.nodes > 1
+    if several and not arguments.dry_run and rendezvous(config.cluster.nodes, config.run.port, os.environ).node > 0:
+        check(config, run_folder=False)  # node 0 speaks, and has perhaps begun to write there
+        from hybridflow.torchrun import launch
+
+        return launch(config, check_devices(config), arguments.config, overrides)
     models = _check_and_show(config)
     if arguments.dry_run:
+        from hybridflow.torchrun import plan
+
         _show_memory(config, models, _device_here(config))
+        print(plan(config, arguments.config, overrides))
         print("dry run: nothing was started")
         return 0
     device = check_devices(config)
@@ -154,7 +169,7 @@ def _warn_of_untested_versions() -> None:
 def _check_env(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from hybridflow.check_env import main as check_env
 
-    return check_env()
+    return check_env(Path(arguments.run_dir), arguments.ranks, arguments.nodes, arguments.smoke_seconds)
 
 
 def _convert(arguments: argparse.Namespace, overrides: list[str]) -> int:

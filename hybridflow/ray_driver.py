@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.config.load import load
 from hybridflow.config.preflight import chosen_device
 from hybridflow.config.schema import Config, ConfigError
-from hybridflow.controller import faults
-from hybridflow.processes import adopt_orphans, end_with_parent
-from hybridflow.supervise import kill_descendants, supervise
+from hybridflow.controller import faults, hang
+from hybridflow.controller.hang import Watch
+from hybridflow.processes import END, adopt_orphans, end_with_parent, ignore_polite_signals
+from hybridflow.supervise import Job, kill_descendants, supervise
 from hybridflow.torchrun import environment
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def launch(config: Config, device: str, config_path: str, overrides: list[str]) 
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = settings(config) | {FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
         outer = environment(config, device, os.environ) | ours
-        return supervise(command(config_path, overrides), outer, "the driver")
+        watch = Watch(config.run.hang_minutes, [faults.DRIVER], Path(config.run.dir).absolute() / "hang")
+        return supervise(command(config_path, overrides), outer, "the driver", Job(watch=watch))
 
 
 def command(config_path: str, overrides: list[str]) -> list[str]:
@@ -80,8 +82,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*")
     parsed = parser.parse_args(arguments)
     adopt_orphans()
-    end_with_parent(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, _stop)
+    end_with_parent(END)
+    signal.signal(END, _stop)
+    hang.register(faults.DRIVER)
     try:
         run(load(parsed.config, parsed.overrides))
     except ConfigError as error:
@@ -106,7 +109,7 @@ def run(config: Config) -> None:
     quiet()
     device = chosen_device(config)
     with connected(config, device, os.environ[FOLDER], rank_environment(config, device)):
-        signal.signal(signal.SIGTERM, _stop)  # Ray has put its own in the place of ours
+        ignore_polite_signals()  # Ray has set a handler of its own, which would not let the step end
         transport = open_transport(config, device)
         built = transport.start(functools.partial(Process, config))
         try:

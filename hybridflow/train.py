@@ -72,6 +72,11 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
 
 def main(config_path: str, overrides: list[str]) -> int:
     """The job on a rank that torchrun or srun started."""
+    from hybridflow.controller import hang, rank_log
+
+    rank = int(os.environ["RANK"])
+    rank_log.to_file(rank)
+    hang.register(rank)
     from hybridflow.controller.torchrun import quiet
 
     quiet()

@@ -2,8 +2,18 @@
 # Sets up .venv and runs the tests.
 #
 #   bash launch/test.sh [--no-install] [pytest arguments]         such as tests/config -k ladder
+#   bash launch/test.sh [--no-install] --drills slurm             a real Slurm with two nodes on this machine (root, Debian)
+#   bash launch/test.sh [--no-install] --drills two-nodes         two torchrun nodes on this machine (root)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup_env.sh
 
+if [ "${1:-}" = --drills ]; then
+  export PYTHON
+  case "${2:-}" in
+    slurm) exec bash launch/slurm/drill/run.sh ;;
+    two-nodes) exec bash launch/torchrun/drill.sh ;;
+    *) echo "--drills ${2:-}: use slurm or two-nodes" >&2; exit 2 ;;
+  esac
+fi
 exec "$PYTHON" -m pytest "$@"

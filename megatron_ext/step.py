@@ -252,7 +252,10 @@ def _forward_step(iterator, model: torch.nn.Module, *, outputs: Outputs, loss_fu
         columns = outputs(model, last, micro_batch)
         if micro_batch.real:
             total, count, report = loss_function(*columns, micro_batch)
-            return total, count.to(torch.int), report
+            # a loss that is not finite may still have gradients that are: then they are made NaN, so that the gradient's norm,
+            # which all ranks have in common, shows it and the update is skipped
+            spoiled = torch.where(total.detach().isfinite(), 1.0, float("nan"))
+            return total * spoiled, count.to(torch.int), report
         return columns[0].sum() * 0.0, torch.zeros((), dtype=torch.int, device=last.device), None
 
     return output, loss

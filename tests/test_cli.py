@@ -16,6 +16,8 @@ import pytest
 from hybridflow import cli, ray_driver, torchrun
 from hybridflow.config.load import load
 from hybridflow.config.schema import ConfigError
+from hybridflow.controller import rank_log
+from hybridflow.rendezvous import JOB, rendezvous
 from tests.config.folders import write_config, write_model
 
 ROOT = Path(__file__).parents[1]
@@ -167,8 +169,9 @@ sys.exit("torch was imported" if "torch" in sys.modules else status)
 
 
 def test_check_env():
-    result = run("check-env")
-    assert result.returncode == 0, result.stdout
+    result = run("check-env", "--smoke-seconds", "0.3", timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"gloo, 2 ranks: to the next rank [\d.]+ GB/s", result.stdout)
     assert "megatron-core" in result.stdout and result.stdout.endswith("ready to run\n")
 
 
@@ -186,7 +189,7 @@ def test_tiny_model_runs_the_quickstarts_checks(tmp_path, capfd):
 
 def test_command_and_environment(path):
     config = load(path, ["cluster.ranks_per_node=64"])
-    command = torchrun.command(config, "c.yaml", ["a=b"])
+    command = torchrun.command(config, rendezvous(1, 0, {}), "c.yaml", ["a=b"])
     assert command[:3] == [sys.executable, "-m", "hybridflow.agent"]
     assert command[-5:] == ["-m", "hybridflow.train", "--config", "c.yaml", "a=b"]
     assert command[command.index("--nproc-per-node") + 1] == "64"
@@ -199,10 +202,47 @@ def test_command_and_environment(path):
     assert "TORCHDYNAMO_DISABLE" not in cuda and "CUDA_VISIBLE_DEVICES" not in cuda and cuda["HF_HUB_OFFLINE"] == "1"
 
 
-def test_several_nodes_are_started_by_torchrun(path):
+def test_each_of_several_nodes_starts_its_share(path, monkeypatch):
     config = load(path, ["cluster.nodes=2"])
-    with pytest.raises(ConfigError, match="start torchrun --nnodes 2 --nproc-per-node 4 -m hybridflow.train --config c.yaml"):
+    with pytest.raises(
+        ConfigError, match="MASTER_ADDR, MASTER_PORT, NODE_RANK not set in the environment: start this command on"
+    ):
         torchrun.launch(config, "cpu", "c.yaml", [])
+    for name, value in {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "NODE_RANK": "1", JOB: "job7"}.items():
+        monkeypatch.setenv(name, value)
+    started = []
+    monkeypatch.setattr(torchrun, "supervise", lambda *arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(torchrun, "reachable_interface", lambda host: {"GLOO_SOCKET_IFNAME": "eth7"})
+    assert torchrun.launch(config, "cpu", "c.yaml", []) == 0
+    command, environment, _, job = started[0]
+    text = " ".join(command)
+    assert (
+        "--nnodes 2 --nproc-per-node 4 --rdzv-backend static --rdzv-endpoint first:29500 --rdzv-id job7 --node-rank 1" in text
+    )
+    assert environment["GLOO_SOCKET_IFNAME"] == "eth7"
+    run_dir = path.parent / "run"
+    assert job.notes == run_dir / "logs/job7/notes" and job.logs == run_dir / "logs/job7" and not job.leader
+    assert environment[rank_log.FOLDER] == str(job.logs)
+
+
+def test_other_nodes_check_silently(path, started, monkeypatch, capfd):
+    for name, value in {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "NODE_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (path.parent / "run").mkdir()
+    (path.parent / "run/config.yaml").write_text("")  # node 0 has begun
+    assert cli.main(["train", "--config", str(path), "cluster.nodes=2"]) == 0
+    assert capfd.readouterr() == ("", "") and len(started) == 1
+    assert cli.main(["train", "--config", str(path), "cluster.nodes=2", "model.path=nowhere"]) == 2
+    assert "model folder nowhere does not exist" in capfd.readouterr().err
+
+
+def test_a_dry_run_says_what_would_run_where(path, started, capfd):
+    assert cli.main(["train", "--config", str(path), "--dry-run", "cluster.nodes=2", "run.hang_minutes=5"]) == 0
+    out = capfd.readouterr().out
+    assert "node 1  4: actor, rollout  5: actor, rollout" in out
+    assert f"hybridflow train --config {path} cluster.nodes=2 run.hang_minutes=5\n" in out
+    assert "with MASTER_ADDR, MASTER_PORT and NODE_RANK set" in out and "5 minutes without progress end it" in out
+    assert not started
 
 
 @pytest.fixture
@@ -214,7 +254,8 @@ def job(path, tmp_path):
     processes = []
 
     def start(body: str) -> subprocess.Popen:
-        (package / "train.py").write_text("import os, signal, subprocess, sys, time\n" + textwrap.dedent(body))
+        start = "import os, signal, subprocess, sys, time\nfrom hybridflow.controller import stopping\n"
+        (package / "train.py").write_text(start + textwrap.dedent(body))
         code = f"""
             import sys
             from hybridflow import torchrun
@@ -281,6 +322,35 @@ def test_a_signal_stops_everything(job, tmp_path, number):
     assert process.wait(40) == 1
     assert left_over(tmp_path) == []
     assert (tmp_path / "said").read_text().endswith(f"hybridflow: stopped by {number.name}; all ranks have ended\n")
+
+
+@pytest.mark.timeout(120)
+def test_a_polite_signal_to_every_process_lets_the_step_end(job, tmp_path):
+    """Slurm sends SIGTERM to all processes of a job at once."""
+    process = job("""
+        if os.environ["RANK"] == "0":
+            run = stopping.Stopping()
+            open("started", "w").close()
+            while not run.asked():
+                time.sleep(0.1)
+            time.sleep(1)  # the rest of the step
+            open("step", "w").write(run.asked())
+            run.left()
+        else:
+            while not os.path.exists("step"):
+                time.sleep(0.1)
+    """)
+    wait_for(lambda: (tmp_path / "started").exists())
+    for each in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]:
+        os.kill(each, signal.SIGTERM)
+    assert process.wait(40) == 99
+    assert (tmp_path / "step").read_text() == "SIGTERM"
+    assert left_over(tmp_path) == []
+    said = (tmp_path / "said").read_text()
+    assert said == (
+        "hybridflow: SIGTERM: the job ends after this step (Ctrl-C: now)\n"
+        "hybridflow: stopped after a step; all ranks have ended\n"
+    )
 
 
 @pytest.mark.timeout(120)

@@ -11,6 +11,7 @@ from hybridflow.algorithms.safe_rlhf import SafeRLHF
 from hybridflow.algorithms.sft import warm_start
 from hybridflow.config.own_class import load_class
 from hybridflow.config.schema import ALGORITHM_METHODS
+from hybridflow.controller.stopping import Stopping
 from hybridflow.data.problems import Problem
 
 
@@ -43,11 +44,16 @@ def train(run: Run, algorithm: Algorithm) -> None:
     warm_start(run)
     algorithm.prepare()
     run.evaluate()  # with an optimizer: the weights that may have to leave for the engine are rebuilt from its masters
+    stopping = Stopping()
     for step in range(1, config.run.steps + 1):
         run.begin_step()
         algorithm.step(run.next_problems(config.batch.prompts))
         run.finish_step()
         if step == config.run.steps or (config.evaluation.every and step % config.evaluation.every == 0):
             run.evaluate()
+        if step < config.run.steps and (signal := stopping.asked()):
+            run.recorder.line(f"{signal}: ending after step {step} of {config.run.steps}; without checkpoints it is lost")
+            stopping.left()
+            return
     with run.recorder.phase("save"):
         run.actor.export(str(Path(config.run.dir) / "hf")).result()

@@ -16,6 +16,7 @@ from hybridflow.algorithms.canary import Canary
 from hybridflow.algorithms.kl import KLCoefficient
 from hybridflow.algorithms.losses import means, token_kl
 from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
+from hybridflow.algorithms.skipped import Skipped
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.controller.handle import Future, RoleHandle
@@ -82,6 +83,7 @@ class Run:
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
+        self._skipped = Skipped(config.run.max_skipped, Path(config.run.dir) / "skipped")
         self.passes: dict[str, list[Pass]] = {}
         self._updates: dict[str, list[dict[str, float]]] = {"actor": [], **{name: [] for name in self.critics}}
         self._scored = {scoring.name: Counter() for scoring in scorings}
@@ -429,9 +431,8 @@ class Run:
         if "mismatch_abs" in sums and first:
             self._log_mismatch(sums, batch)
         self.throughput.update(batch)
-        return self._note_update(
-            "actor", {name: value for name, value in sums.items() if not name.startswith("mismatch")}, shards
-        )
+        own = {name: value for name, value in sums.items() if not name.startswith("mismatch")}
+        return self._note_update("actor", own, shards, batch)
 
     def _start_value_update(self, name: str, batch: Batch, objective: object) -> Callable[[], None]:
         """Begin an optimizer step of a critic; what is returned waits for it: on ranks of their own, critics and actor update
@@ -443,16 +444,17 @@ class Run:
 
         def finish() -> None:
             shards = self._result(phase, pending)
-            self._note_update(name, merge_sums(shards), shards)
+            self._note_update(name, merge_sums(shards), shards, own)
 
         return finish
 
-    def _note_update(self, role: str, sums: dict[str, float], shards: list[dict[str, float]]) -> dict[str, float]:
+    def _note_update(self, role: str, sums: dict[str, float], shards: list[dict[str, float]], batch: Batch) -> dict[str, float]:
         """An update's metrics as means, which are noted down for the step's."""
         numbers = means(sums) | {name: shards[0][name] for name in _OF_THE_STEP}
         if numbers["skipped"]:
             norm = numbers["grad_norm"]
             self.recorder.line(f"warning: update of the {role} skipped, its gradient's norm is {norm}: nothing was changed")
+        self._skipped.look(role, bool(numbers["skipped"]), numbers["grad_norm"], batch, self.step_index)
         self._updates[role].append(numbers)
         return numbers
 

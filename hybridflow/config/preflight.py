@@ -15,10 +15,10 @@ from typing import Any
 
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
-from hybridflow.config.model_folder import check_model_folder
+from hybridflow.config.model_folder import check_model_folder, expected_tensors
 from hybridflow.config.own_class import load_class, load_role
 from hybridflow.config.replay import check_replay
-from hybridflow.config.run_folder import check_run_folder
+from hybridflow.config.run_folder import check_run_folder, check_space
 from hybridflow.config.schedule_checks import check_schedule
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.config.score_checks import check_classifier, check_scores
@@ -58,6 +58,8 @@ _AT_LEAST = {
     "run.steps": 0,
     "run.save_every": 0,
     "run.port": 0,
+    "run.hang_minutes": 0,
+    "run.max_skipped": 0,
 }
 _SCORES_AT_LEAST = {"concurrency": 1, "retries": 0, "cache_size": 0}
 _ROLE_AT_LEAST_ONE = ("tp", "pp", "vpp", "cp", "ep", "etp", "forward_micro_batch_tokens")
@@ -141,6 +143,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
             check_classifier(config, role)
     if run_folder:
         check_run_folder(Path(config.run.dir), config.run.overwrite)
+        check_space(Path(config.run.dir), _export_bytes(config, models["actor"]))
     check_data(config)
     if config.run.replay:
         check_replay(config, models["actor"].vocab_size)
@@ -150,6 +153,12 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
         if role.implementation:
             load_role(f"roles.{name}.implementation", role.implementation, ROLE_METHODS.get(name, ()))
     return models
+
+
+def _export_bytes(config: Config, hf: HFConfig) -> int:
+    """Of the trained model as an HF folder."""
+    size = {"float32": 4, "bfloat16": 2}[config.dtype("actor")]
+    return size * sum(math.prod(shape) for shape in expected_tensors(hf).values())
 
 
 def check_devices(config: Config) -> str:

@@ -9,16 +9,15 @@ from hybridflow.config.schema import ConfigError
 # What a run writes into its folder; `overwrite` deletes these and nothing else.
 RUN_FILES = (
     "config.yaml", "placement.txt", "metrics.jsonl", "samples.jsonl", "warm_start.jsonl", "evaluation.jsonl", "summary.json",
-    "tensorboard", "timeline", "rollouts", "plots", "checkpoints", "hf",
+    "tensorboard", "timeline", "rollouts", "plots", "checkpoints", "hf", "skipped",
 )  # fmt: skip
+SPARE_BYTES = 100 << 20  # for what a run writes besides weights
 SIGNS_OF_A_RUN = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
 def check_run_folder(folder: Path, overwrite: bool) -> None:
     """Raises ConfigError: the folder holds a run that is not to be overwritten, or cannot be written to."""
-    parent = folder
-    while not parent.exists():
-        parent = parent.parent
+    parent = _existing(folder)
     if not parent.is_dir():
         raise ConfigError(f"run.dir={folder}: {parent} is a file: choose another run.dir")
     try:
@@ -30,6 +29,23 @@ def check_run_folder(folder: Path, overwrite: bool) -> None:
         raise ConfigError(
             f"run.dir={folder} holds a run already ({held[0]}): set run.overwrite=true to delete it, or another run.dir"
         )
+
+
+def check_space(folder: Path, weights: int) -> None:
+    """Raises ConfigError: the folder's disk has no room for `weights` bytes, which the run will write in the end."""
+    free = shutil.disk_usage(_existing(folder)).free
+    if free < weights + SPARE_BYTES:
+        raise ConfigError(
+            f"run.dir={folder}: {free / 1e9:.2f} GB are free there, but the trained model takes {weights / 1e9:.2f} GB and the"
+            f" rest about {SPARE_BYTES / 1e9:.1f} GB: free some, or choose another run.dir"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the one above it that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def prepare_run_folder(folder: Path) -> None:

@@ -298,7 +298,9 @@ class RunConfig:
     # the folder of an earlier run with save_rollouts: its responses are taken, step by step, in place of generating, so that
     # layouts or settings are compared on the same samples. Weights are still resharded, evaluations still generated
     replay: str = ""
-    port: int = 0  # where the ranks meet; 0: a free port
+    port: int = 0  # where the ranks meet; 0: a free port, on several nodes MASTER_PORT of the environment
+    hang_minutes: float = 30.0  # without a new phase, after which every rank's stack is kept and the job ended; 0: never
+    max_skipped: int = 5  # updates of a role in a row that are skipped for a NaN, after which the run ends; 0: it goes on
 
 
 @dataclass

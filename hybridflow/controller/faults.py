@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = "HYBRIDFLOW_FAULTS"  # in the ranks' environment; not set where the user started torchrun
 DRIVER = -1  # for a rank: the driver, where it is a process of its own
-_EXITS = "exits.json"
+_EXITS = "exits-*.json"  # one for each node
 # How the loss of a peer looks from here: gloo raises RuntimeError and nothing else, NCCL and the store errors of their own.
 _LOST = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe")
 _LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -87,7 +87,7 @@ def _note(fault: Fault) -> None:
     folder = os.environ.get(FOLDER)
     if folder:
         try:
-            (Path(folder) / f"rank-{fault.rank}.json").write_text(json.dumps(asdict(fault)))
+            _write(Path(folder) / f"rank-{fault.rank}.json", asdict(fault))
         except OSError as error:  # a full disk may be the very fault: the line is printed in any case
             print(f"rank {fault.rank}: could not note the fault in {folder}: {error}", file=sys.stderr)
 
@@ -96,7 +96,20 @@ def note_exits(statuses: dict[int, int]) -> None:
     """By torchrun's process: the ranks that failed by themselves, with their exit status (negative: a signal's number)."""
     folder = os.environ.get(FOLDER)
     if folder:
-        (Path(folder) / _EXITS).write_text(json.dumps(statuses))
+        note = {"host": socket.gethostname(), "statuses": statuses}
+        _write(Path(folder) / _EXITS.replace("*", socket.gethostname()), note)
+
+
+def _write(path: Path, content: dict) -> None:
+    """At once: another node may be reading."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content))
+    new.replace(path)
+
+
+def only_lost(folder: Path) -> bool:
+    """All that is known so far is that connections were lost, and not to whom."""
+    return not any(folder.glob(_EXITS)) and all(json.loads(p.read_text())["lost"] for p in folder.glob("rank-*.json"))
 
 
 def cause(folder: Path) -> str | None:
@@ -105,17 +118,18 @@ def cause(folder: Path) -> str | None:
     own = [fault for fault in faults if not fault.lost]
     if own:
         return own[0].line
-    exits = json.loads((folder / _EXITS).read_text()) if (folder / _EXITS).exists() else {}
+    notes = [json.loads(path.read_text()) for path in sorted(folder.glob(_EXITS))]
+    exits = [(rank, status, note["host"]) for note in notes for rank, status in note["statuses"].items()]
     # torchrun ends the others with SIGTERM
-    killed = [(rank, -status) for rank, status in exits.items() if status < 0 and -status != signal.SIGTERM]
+    killed = [(rank, -status, host) for rank, status, host in exits if status < 0 and -status != signal.SIGTERM]
     if killed:
-        rank, number = killed[0]
+        rank, number, host = killed[0]
         hint = ": the machine may have run out of memory" if number == signal.SIGKILL else ""
         seen = f"; {faults[0].line}" if faults else ""
-        return f"rank {rank} on {socket.gethostname()} was ended by {_name(number)}{hint}{seen}"
+        return f"rank {rank} on {host} was ended by {_name(number)}{hint}{seen}"
     if faults:
         return faults[0].line
-    silent = [f"rank {rank} on {socket.gethostname()} ended with status {status}" for rank, status in exits.items()]
+    silent = [f"rank {rank} on {host} ended with status {status}" for rank, status, host in exits]
     return silent[0] if silent else None
 
 

@@ -25,6 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hybridflow.config.load import save
 from hybridflow.config.run_folder import prepare_run_folder
 from hybridflow.config.schema import Config
+from hybridflow.controller.hang import progress
 from hybridflow.controller.placement import place
 from hybridflow.metrics.console import Console
 from hybridflow.metrics.plot import plot_reward
@@ -83,11 +84,13 @@ class Recorder:
         """
         start, phase = time.monotonic(), Phase(name, time.time())
         self.latest_phase = name
+        progress(f"phase {name} after {len(self.history.steps)} steps")
         if self._step_started is None:
             self._step_started = start
         try:
             yield phase
         finally:
+            progress(f"what follows phase {name} after {len(self.history.steps)} steps")
             waited = time.monotonic() - start
             phase.end = phase.start + waited
             self.spans.append(phase)

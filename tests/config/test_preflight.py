@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from safetensors.numpy import save_file
@@ -665,3 +666,15 @@ class TestDevices:
         odd = write_model(tmp_path / "odd", head_dim=48)
         with pytest.raises(ConfigError, match="head size 48 is not one of vLLM's on CPU"):
             preflight.check_devices(load(write_config(tmp_path, odd)))
+
+
+def test_a_disk_without_room_for_the_trained_model(tmp_path, monkeypatch):
+    path = write_config(tmp_path, write_model(tmp_path / "model"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=101 << 20))
+    preflight.check(load(path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=100 << 20))
+    with pytest.raises(
+        ConfigError, match=r"run: 0\.10 GB are free there, but the trained model takes 0\.00 GB and the rest about 0\.1"
+    ):
+        preflight.check(load(path))

@@ -166,18 +166,23 @@ def spoil_an_update(layout: Layout) -> dict:
         total, count, sums = scenarios.policy_loss(log_probs, entropy, batch)
         return total * float("nan"), count, sums
 
+    def infinite(log_probs, entropy, batch):  # its gradient is finite
+        total, count, sums = scenarios.policy_loss(log_probs, entropy, batch)
+        return total + float("inf"), count, sums
+
     _, bad = _update(role, mine, optimizer, spoiled)
+    _, worse = _update(role, mine, optimizer, infinite)
     same = all(torch.equal(parameter, before[name]) for name, parameter in named_parameters(role.chunks))
     _, good = _update(role, mine, optimizer)
     finite = all(parameter.isfinite().all().item() for _, parameter in named_parameters(role.chunks))
-    return {"bad": bad, "same": same, "good": good, "finite": finite, "updates": optimizer.updates}
+    return {"bad": bad, "worse": worse, "same": same, "good": good, "finite": finite, "updates": optimizer.updates}
 
 
 @pytest.mark.timeout(120)
 def test_an_update_that_is_not_finite_is_skipped(worlds):
     for result in worlds(4).run(spoil_an_update, Layout(4, pp=2)):
         assert result["bad"]["skipped"] and math.isnan(result["bad"]["grad_norm"]) and result["same"]
-        assert not result["good"]["skipped"] and result["finite"]
+        assert result["worse"]["skipped"] and not result["good"]["skipped"] and result["finite"]
         assert result["good"]["lr"] == SETTINGS.lr_at(0) and result["updates"] == 1
 
 

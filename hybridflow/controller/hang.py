@@ -1,0 +1,129 @@
+"""Notices that a job makes no progress any more, and finds out where each rank is then. No torch.
+
+The driver notes each phase that it enters (`progress`); every rank registers for a dump of its stacks by a signal (`register`),
+which works in C while Python stands still; `hybridflow train`, which is no rank and cannot hang with them, watches (`Watch`).
+They meet in the folder of the job's notes, which the nodes of a job share: node 0's decides, each node's asks its own ranks.
+"""
+
+import faulthandler
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybridflow.controller import faults
+from hybridflow.processes import DUMP
+
+_PROGRESS, _HUNG = "progress", "hung"
+_STACKS = re.compile(r"stacks-(-?\d+)@(.*)@(\d+)")  # rank, host, process
+# Node 0 may have been lost: the others end by themselves so much later.
+NODE_0_IS_LOST = 120.0  # seconds
+
+
+def progress(what: str) -> None:
+    """The driver is at `what` now, such as "update, after 3 steps"."""
+    folder = os.environ.get(faults.FOLDER)
+    if folder:
+        (Path(folder) / _PROGRESS).write_text(what)
+
+
+def register(rank: int) -> None:
+    """On the signal DUMP the stacks of all threads of this rank go to a file of its own among the job's notes."""
+    folder = os.environ.get(faults.FOLDER)
+    if folder:
+        path = Path(folder) / f"stacks-{rank}@{socket.gethostname()}@{os.getpid()}"
+        faulthandler.register(DUMP, file=path.open("w"), all_threads=True)
+
+
+@dataclass
+class Watch:
+    """Attributes:
+    minutes: without progress, after which a job counts as hung; 0: never.
+    ranks: whose stacks there should be: those of all nodes, or the driver's (faults.DRIVER) where it alone can be asked.
+    report: the folder in which the stacks are left.
+    leader: this is node 0.
+    patience: seconds in which ranks must have written their stacks.
+    """
+
+    minutes: float
+    ranks: Sequence[int]
+    report: Path
+    leader: bool = True
+    patience: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    _seen: tuple[str, int] | None = None  # the progress noted last, and when by the clock of its writer
+    _since: float = field(default=0.0)
+
+    def __post_init__(self):
+        self._since = self.clock()
+
+    def look(self, notes: Path) -> str | None:
+        """To be called often. Once the job hangs: the line that says in what and which ranks did not report; their stacks are
+        in `report` then."""
+        if not self.minutes:
+            return None
+        if not (notes / _HUNG).exists() and not self._overdue(notes):
+            return None
+        if self.leader:
+            (notes / _HUNG).touch()
+        for path in self._registered(notes).values():
+            _, host, process = _STACKS.fullmatch(path.name).groups()
+            if host == socket.gethostname() and _is_of(notes, int(process)):
+                os.kill(int(process), DUMP)
+        silent = self._collect(notes)
+        where = self._seen[0] if self._seen else "the start (engine start, model load)"
+        return (
+            f"no progress for {self.minutes:g} minutes (run.hang_minutes) in {where}:"
+            f" {_names(silent) + ' did not report' if silent else 'all ranks reported'}; stacks of the ranks in {self.report}"
+        )
+
+    def _overdue(self, notes: Path) -> bool:
+        path = notes / _PROGRESS
+        if path.exists():
+            seen = path.read_text(), path.stat().st_mtime_ns
+            if seen != self._seen:
+                self._seen, self._since = seen, self.clock()
+        waited = self.clock() - self._since
+        if self.leader:
+            return waited > 60 * self.minutes
+        # without a shared folder there is never any progress to be seen from here
+        return self._seen is not None and waited > 60 * self.minutes + NODE_0_IS_LOST
+
+    def _registered(self, notes: Path) -> dict[int, Path]:
+        found = (path for path in notes.glob("stacks-*") if _STACKS.fullmatch(path.name))
+        return {int(_STACKS.fullmatch(path.name)[1]): path for path in found}
+
+    def _collect(self, notes: Path) -> list[int]:
+        """Wait for the stacks, keep them; returns the ranks without. Only node 0 sees those of all nodes."""
+        deadline = self.clock() + self.patience
+        silent = list(self.ranks)
+        while silent and self.clock() < deadline:
+            time.sleep(0.2)
+            done = {rank for rank, path in self._registered(notes).items() if path.stat().st_size}
+            silent = [rank for rank in self.ranks if rank not in done]
+        time.sleep(0.5)  # the last of them may still be writing
+        if self.leader:
+            self.report.mkdir(parents=True, exist_ok=True)
+            for rank, path in self._registered(notes).items():
+                if path.stat().st_size:
+                    shutil.copy(path, self.report / ("driver.txt" if rank == faults.DRIVER else f"rank-{rank}.txt"))
+            (self.report / "phase.txt").write_text(f"{self._seen[0] if self._seen else 'start'}\n")
+        return silent
+
+
+def _is_of(notes: Path, process: int) -> bool:
+    """The process is still one of this job, not another one under its number."""
+    try:
+        return f"{faults.FOLDER}={notes}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _names(ranks: list[int]) -> str:
+    if ranks == [faults.DRIVER]:
+        return "the driver"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,91 @@
+"""A job that makes no progress: its ranks' stacks, and which of them did not report."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hybridflow.controller import faults, hang
+from hybridflow.controller.hang import Watch
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import os, signal, time
+from hybridflow.controller import hang
+hang.register(int(os.environ["RANK"]))
+def stuck_in_a_collective():
+    time.sleep(600)
+if os.environ["RANK"] == "0":
+    hang.progress("phase update after 3 steps")
+if os.environ["RANK"] == "2":
+    os.kill(os.getpid(), signal.SIGSTOP)  # nobody else would notice
+stuck_in_a_collective()
+"""
+STARTS_THREE = f"""
+import os, subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "-c", {RANK!r}], env=os.environ | {{"RANK": str(rank)}}) for rank in range(3)]
+[rank.wait() for rank in ranks]
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_hung_job_ends_with_the_stacks_of_all_ranks_that_can_tell(tmp_path):
+    code = f"""
+        import os, sys
+        from pathlib import Path
+        from hybridflow.controller.hang import Watch
+        from hybridflow.supervise import Job, supervise
+        watch = Watch(0.15, range(3), Path({str(tmp_path)!r}), patience=3.0)
+        sys.exit(supervise([sys.executable, "-c", {STARTS_THREE!r}], dict(os.environ), "the ranks", Job(watch=watch)))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "hybridflow: error: no progress for 0.15 minutes (run.hang_minutes) in phase update after 3 steps: rank 2 did not"
+        f" report; stacks of the ranks in {tmp_path}\n"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["phase.txt", "rank-0.txt", "rank-1.txt"]
+    assert all("stuck_in_a_collective" in (tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def test_progress_is_what_keeps_a_job_alive(tmp_path, monkeypatch):
+    notes, clock = tmp_path / "notes", Clock()
+    notes.mkdir()
+    monkeypatch.setenv(faults.FOLDER, str(notes))
+    watch = Watch(1.0, [0], tmp_path / "hang", clock=clock, patience=2.0)
+    for step in range(5):
+        clock.now += 50
+        hang.progress(f"step {step}")
+        assert watch.look(notes) is None
+    clock.now += 61
+    assert "in step 4: rank 0 did not report" in watch.look(notes)
+    assert (tmp_path / "hang/phase.txt").read_text() == "step 4\n"
+
+
+def test_who_watches_when(tmp_path, monkeypatch):
+    monkeypatch.setenv(faults.FOLDER, str(tmp_path))
+    clock = Clock()
+    off, other = (Watch(minutes, [0], tmp_path, minutes == 0, 2.0, clock) for minutes in (0.0, 1.0))
+    clock.now += 10_000
+    assert off.look(tmp_path) is None
+    assert other.look(tmp_path) is None  # another node, which sees no progress where folders are not shared
+    hang.progress("step 1")
+    assert other.look(tmp_path) is None
+    clock.now += 61
+    assert other.look(tmp_path) is None  # node 0 decides ...
+    (tmp_path / "hung").touch()
+    assert "did not report" in other.look(tmp_path)  # ... and this one follows
+    (tmp_path / "hung").unlink()
+    clock.now += hang.NODE_0_IS_LOST + 61
+    assert "did not report" in other.look(tmp_path)
