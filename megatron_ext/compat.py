@@ -3,8 +3,11 @@
 import dataclasses
 import inspect
 import logging
+import queue
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -73,6 +76,84 @@ def mark_experts(chunks: Iterable[torch.nn.Module], own_groups: bool) -> None:
                 parameter.tensor_model_parallel = True
 
 
+# ---------------------------------------------------------------------------------------------------- dist_checkpointing
+
+
+def sharded_tensor(key: str, data: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> Any:
+    """Megatron's word for "`data` is the rectangle at `offset` of the tensor `key` of this `shape`". Rectangles of one tensor may
+    have any sizes (no regular grid), which Megatron leaves to torch's own format since 0.14."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(shape), tuple(offset), axis_fragmentations=None)
+
+
+def sharded_object(key: str, data: object, shape: Sequence[int], offset: Sequence[int]) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return ShardedObject(key, data, tuple(shape), tuple(offset))
+
+
+def start_save(pieces: dict[str, Any], folder: Path, background: bool) -> Any:
+    """Plan a save and return Megatron's request: for `write_here`, or with `background` for an `async_calls_queue`.
+
+    0.19 asks for another package ("nvrx") by default, for saves that wait as well; "mcore" is what 0.16 has. The check that every
+    element is written once is left to torch's planner, which knows rectangles; Megatron's is for regular grids.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    how = accepted(dist_checkpointing.save, {"async_strategy": "mcore"})
+    name = next(n for n in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, n))  # 0.16, 0.19
+    upstream = getattr(filesystem_async, name)
+    if not background:
+        setattr(filesystem_async, name, queue.Queue)
+    try:
+        return dist_checkpointing.save(pieces, str(folder), validate_access_integrity=False, async_sharded_save=True, **how)
+    finally:
+        setattr(filesystem_async, name, upstream)
+
+
+def write_here(request: Any) -> None:
+    """Execute a request in this process, down to the disk.
+
+    Upstream's `execute_sync` starts a manager and forks a writer for every file, beside the threads of gloo, OpenMP and vLLM. Goes
+    when it writes by itself where nothing is to be overlapped.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    if request.async_fn is not None:
+        transforms = request.async_fn.args[0]
+        results = request.async_fn_args[2]
+        written: dict[int, list] | Exception = {}
+        for number, bucket in enumerate(request.preload_fn()):
+            found, counted = queue.Queue(), queue.Queue()
+            counted.put(number)
+            FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, found, counted, use_fsync=True)
+            _, outcome = found.get()
+            if isinstance(outcome, Exception):
+                written = outcome
+                break
+            written[number] = outcome
+        results.put(written)
+    torch.distributed.barrier()
+    for finalize in request.finalize_fns:
+        finalize()
+
+
+def load_pieces(pieces: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Fill the pieces' tensors in place."""
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load(pieces, str(folder), validate_access_integrity=False)
+
+
+def async_calls_queue() -> Any:
+    """What runs a request beside the training, in a forked process; to be asked on all ranks whether it is done."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    return AsyncCallsQueue()
+
+
 def _route_without_transformer_engine() -> None:
     """Experts without Transformer Engine and on a CPU.
 
@@ -125,6 +206,9 @@ def _quieten() -> None:
     """Drop notes that say nothing to a user of ours, and that each rank would print."""
     # 0.19 announces at every build that GPTModel will be replaced one day; goes when we build its successor
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(lambda record: "DEPRECATED" not in record.getMessage())
+    # 0.19 says at every asynchronous save of its own that another package's will replace it; goes when we follow
+    checkpointing = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
+    checkpointing.addFilter(lambda record: "async save is deprecated" not in record.getMessage())
     for message in (
         "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
         # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA

@@ -45,6 +45,12 @@ class Reference(MegatronRole):
         WeightTransfer(self.peers[source], self, self.config).run(verify=True)
         self._changed = True
 
+    @remote(ONE_TO_ALL)
+    def load(self, folder: str) -> None:
+        """Take the weights that a checkpoint of the reference holds."""
+        super().load(folder)
+        self._changed = True
+
     @remote(THREE_D)
     def log_probs(self, batch: Batch) -> Batch | None:
         return self.forward(batch)
