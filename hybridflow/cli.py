@@ -115,10 +115,13 @@ def inside_torchrun() -> bool:
 
 
 def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
+    from hybridflow.checkpoints.resume import find_start
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
 
     models = check(config)
+    for line in find_start(config).lines:
+        print(line)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
     return models
 

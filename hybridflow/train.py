@@ -45,6 +45,7 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
     """The one program that describes the run: data and rewards, the algorithm over the roles, the trained model."""
     from hybridflow.algorithms.loop import make_algorithm, train
     from hybridflow.algorithms.run import Run
+    from hybridflow.checkpoints.resume import find_start
     from hybridflow.data.sources import open_source
     from hybridflow.data.text import Text
     from hybridflow.metrics.recorder import Recorder
@@ -61,11 +62,12 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
         config.warm_start.correct_fraction,
     )
     spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
+    start = find_start(config)
     opened = open_scorer(spec, config.reward.concurrency, config.reward.timeout)
-    with contextlib.closing(opened) as scorer, Recorder(config.run.dir, config) as recorder:
+    with contextlib.closing(opened) as scorer, Recorder(config.run.dir, config, restarts=start.restarts) as recorder:
         run = Run(config, handles(config, transport), text, source, scorer, recorder)
         transport.phase = run.where
-        train(run, make_algorithm(run))
+        train(run, make_algorithm(run), start)
 
 
 def main(config_path: str, overrides: list[str]) -> int:

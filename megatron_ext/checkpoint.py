@@ -2,16 +2,16 @@
 
 What a rank holds is cut into rectangles of HF tensors by the tile map, and stored under HF's names with a prefix: `weights.`,
 and of the optimizer `master.` (fp32, beside 16-bit weights), `exp_avg.` and `exp_avg_sq.`. So a checkpoint knows no layout: any
-TP x PP x VPP x EP x DP loads what any other has saved, with either layer spec, and converting it needs no Megatron. Megatron's own
-sharded state dicts of models and optimizers are not used, nor what they get wrong without Transformer Engine (an Adam step shared
-by all parameters, formats that a fresh optimizer cannot load).
+TP x PP x VPP x EP x DP loads what any other has saved, with either layer spec, and converting it needs no Megatron. Megatron's
+own sharded state dicts of models and optimizers are not used, nor what they get wrong without Transformer Engine (an Adam step
+shared by all parameters, formats that a fresh optimizer cannot load).
 
 All functions are collective over the default world, and called inside `ParallelState.current()`.
 """
 
 import json
 import math
-import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron_ext.weights import check_parameters
 
 ABOUT = "role.json"  # beside Megatron's files: how many updates, which layout
 WEIGHTS = "weights"
+ALMOST_FULL = 64 << 20  # bytes
 
 
 class CheckpointError(RuntimeError):
@@ -148,14 +149,15 @@ def _layout(layout: Layout) -> dict:
 
 
 def _failed(folder: Path, error: Exception) -> CheckpointError:
-    """Names the folder and what room there is; torch's writer says of a full disk only that writing failed."""
+    """Names the folder and what room there was; torch's writer says of a full disk only that writing failed. What is there of
+    the checkpoint goes: it is of no use, and fills the disk."""
     parent = next(path for path in (folder, *folder.parents) if path.exists())
-    stat = os.statvfs(parent)
-    free = stat.f_bavail * stat.f_frsize
+    free = shutil.disk_usage(parent).free
+    shutil.rmtree(folder, ignore_errors=True)
     causes = [str(getattr(cause, "failures", "")) or str(cause) for cause in (error, error.__cause__) if cause is not None]
     what = " ".join(" ".join(causes).split())[-300:]
-    hint = ": the disk is full, make room or choose another run.dir" if free < 64 << 20 else ""
-    return CheckpointError(f"{folder} could not be written ({free / 2**30:.2f} GiB are free there){hint}: {what}")
+    hint = ": the disk is full, make room or choose another run.dir" if free < ALMOST_FULL else ""
+    return CheckpointError(f"{folder} could not be written ({free / 2**30:.2f} GiB were free there){hint}: {what}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- pieces
@@ -201,8 +203,8 @@ def writers(tiles: Sequence[TileMap]) -> list[list[tuple[str, Tile]]]:
 
 
 def _states(saved: Saved, writing: bool) -> Iterator:
-    """The optimizer's states of this rank; `writing`: of equal ones, which TP ranks and the last stage's copy of a tied embedding
-    keep, those of the first rank's group only."""
+    """The optimizer's states of this rank; `writing`: of equal ones, which TP ranks and the last stage's copy of a tied
+    embedding keep, those of the first rank's group only."""
     if saved.optimizer is None:
         return
     names = {id(parameter): name for name, parameter in saved.parameters.items()}

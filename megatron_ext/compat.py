@@ -80,8 +80,8 @@ def mark_experts(chunks: Iterable[torch.nn.Module], own_groups: bool) -> None:
 
 
 def sharded_tensor(key: str, data: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> Any:
-    """Megatron's word for "`data` is the rectangle at `offset` of the tensor `key` of this `shape`". Rectangles of one tensor may
-    have any sizes (no regular grid), which Megatron leaves to torch's own format since 0.14."""
+    """Megatron's word for "`data` is the rectangle at `offset` of the tensor `key` of this `shape`". Rectangles of one tensor
+    may have any sizes (no regular grid), which Megatron leaves to torch's own format since 0.14."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(shape), tuple(offset), axis_fragmentations=None)
@@ -96,14 +96,15 @@ def sharded_object(key: str, data: object, shape: Sequence[int], offset: Sequenc
 def start_save(pieces: dict[str, Any], folder: Path, background: bool) -> Any:
     """Plan a save and return Megatron's request: for `write_here`, or with `background` for an `async_calls_queue`.
 
-    0.19 asks for another package ("nvrx") by default, for saves that wait as well; "mcore" is what 0.16 has. The check that every
-    element is written once is left to torch's planner, which knows rectangles; Megatron's is for regular grids.
+    0.19 asks for another package ("nvrx") by default, for saves that wait as well; "mcore" is what 0.16 has. The check that
+    every element is written once is left to torch's planner, which knows rectangles; Megatron's is for regular grids.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     how = accepted(dist_checkpointing.save, {"async_strategy": "mcore"})
-    name = next(n for n in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, n))  # 0.16, 0.19
+    names = ("_get_write_results_queue", "get_write_results_queue")  # 0.16, 0.19
+    name = next(name for name in names if hasattr(filesystem_async, name))
     upstream = getattr(filesystem_async, name)
     if not background:
         setattr(filesystem_async, name, queue.Queue)
@@ -116,8 +117,8 @@ def start_save(pieces: dict[str, Any], folder: Path, background: bool) -> Any:
 def write_here(request: Any) -> None:
     """Execute a request in this process, down to the disk.
 
-    Upstream's `execute_sync` starts a manager and forks a writer for every file, beside the threads of gloo, OpenMP and vLLM. Goes
-    when it writes by itself where nothing is to be overlapped.
+    Upstream's `execute_sync` starts a manager and, in 0.16, forks a writer for every file, beside the threads of gloo, OpenMP
+    and vLLM. Goes when it writes by itself where nothing is to be overlapped.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 

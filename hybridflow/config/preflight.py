@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoints.resume import find_start
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
@@ -53,6 +54,7 @@ _AT_LEAST = {
     "resharding.verify_every": 0,
     "run.steps": 0,
     "run.save_every": 0,
+    "run.keep_checkpoints": 0,
     "run.port": 0,
 }
 _ROLE_AT_LEAST_ONE = ("tp", "pp", "vpp", "cp", "ep", "etp", "forward_micro_batch_tokens")
@@ -119,7 +121,8 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     for role, hf in models.items():
         check_model_folder(Path(config.model_path(role)), hf)
     if run_folder:
-        check_run_folder(Path(config.run.dir), config.run.overwrite)
+        start = find_start(config)
+        check_run_folder(Path(config.run.dir), config.run.overwrite or start.own or start.restarts)
     check_data(config)
     if ":" in config.algorithm.name:
         load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
@@ -186,8 +189,6 @@ def _check_not_yet(config: Config) -> None:
     for name, role in config.megatron_roles().items():
         if role.cp > 1:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
-    if config.run.save_every:
-        raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
     if config.run.profile:
         raise ConfigError("run.profile=true is not supported yet: use false")
 
