@@ -23,16 +23,11 @@ from torch import Tensor
 from megatron_ext import compat
 from megatron_ext.layout import Layout
 from megatron_ext.optimizer import Optimizer
+from megatron_ext.stored import ABOUT, WEIGHTS, CheckpointError, read_about
 from megatron_ext.tiles import Slices, Tile, TileMap, as_index, intersect
 from megatron_ext.weights import check_parameters
 
-ABOUT = "role.json"  # beside Megatron's files: how many updates, which layout
-WEIGHTS = "weights"
 ALMOST_FULL = 64 << 20  # bytes
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the folder."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +129,6 @@ def load(saved: Saved, folder: str | Path) -> None:
         _set_rng_states(found["rng"])
     if saved.optimizer is not None:
         saved.optimizer.check_masters()
-
-
-def read_about(folder: str | Path) -> dict:
-    """Of a role's folder: `updates` of its optimizer (None: weights only) and its `layout`."""
-    path = Path(folder) / ABOUT
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is not a role's part of a checkpoint: it has no {ABOUT}")
-    return json.loads(path.read_text())
 
 
 def _layout(layout: Layout) -> dict:

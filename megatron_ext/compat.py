@@ -214,6 +214,7 @@ def _quieten() -> None:
         "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
         # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
         "When using (async grad allreduce|sequence parallelism) it is recommended",
+        "`load_state_dict` is deprecated",  # of torch's checkpoints, as 0.16 .. 0.19 load them
         "TypedStorage is deprecated",  # gradient buffers that are emptied and filled again, 0.16 .. 0.19
         "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts that etp leaves whole
         r"`torch\.distributed\.\w+_tensor` is deprecated",  # collectives as 0.16 .. 0.19 call them, renamed in torch 2.13

@@ -21,8 +21,8 @@ class Algorithm(Protocol):
     One of your own is `algorithm.name: package.module:Class`, found in the working directory or where Python finds packages;
     a critic or a reference is there when `roles` has one.
 
-    An algorithm that keeps something from step to step (a Lagrange multiplier, a running mean) also has `state()`, what JSON can
-    hold, and `load_state(state)`: a checkpoint has the first, and a run that resumes calls the second. Weights, optimizers,
+    An algorithm that keeps something from step to step (a Lagrange multiplier, a running mean) also has `state()`, what JSON
+    can hold, and `load_state(state)`: a checkpoint has the first, and a run that resumes calls the second. Weights, optimizers,
     the KL coefficient of `run.kl` and the position in the data are saved without its help.
     """
 

@@ -33,10 +33,16 @@ class Checkpoint:
 
 
 def partial_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written."""
     return checkpoints / f".step-{step}.partial"
 
 
-def complete(partial: Path, step: int, roles: list[str], score: float | None, score_of: str) -> Checkpoint:
+def whole_folder(checkpoints: Path, step: int) -> Path:
+    """Its name once it is whole."""
+    return checkpoints / f"step-{step}"
+
+
+def complete(partial: Path, whole: Path, step: int, roles: list[str], score: float | None, score_of: str) -> Checkpoint:
     """Make a folder that holds everything a whole checkpoint, down to the disk. Tensor files were synced by their writers."""
     files = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
     about = {"step": step, "roles": roles, "score": score, "score_of": score_of, "files": files}
@@ -44,7 +50,6 @@ def complete(partial: Path, step: int, roles: list[str], score: float | None, sc
     for path in [*partial.rglob("*"), partial]:
         if path.suffix != ".distcp":
             _sync(path)
-    whole = partial.parent / f"step-{step}"
     partial.rename(whole)
     _sync(whole.parent)
     return inspect(whole)

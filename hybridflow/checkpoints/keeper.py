@@ -84,11 +84,12 @@ class CheckpointKeeper:
             return
         run, (partial, step, started) = self._run, self._pending
         with run.recorder.phase("save"):
-            if not all(all(role.saved(wait).result()) for role in run.saved_roles()):
+            done = [all(role.saved(wait).result()) for role in run.saved_roles()]
+            if not all(done):
                 return
             roles = [role.name for role in run.saved_roles()]
             try:
-                whole = folders.complete(partial, step, roles, *self._score(step))
+                whole = folders.complete(partial, folders.whole_folder(self._folder, step), step, roles, *self._score(step))
             except OSError as error:
                 self._give_up(error)
             self._pending, self._linkable = None, whole.path

@@ -5,9 +5,14 @@ import multiprocessing
 import pytest
 import torch
 
-from megatron_ext.checkpoint import CheckpointError, rectangles
+from megatron_ext.checkpoint import rectangles, writers
+from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
+from megatron_ext.offline import hf_to_role, role_to_hf
 from megatron_ext.optimizer import OptimizerSettings
+from megatron_ext.stored import CheckpointError
+from megatron_ext.weights import tile_map
+from tests import hf_models
 
 SETTINGS = OptimizerSettings(lr=2e-3, weight_decay=0.1, warmup_steps=2, schedule="linear", decay_steps=10)
 UPDATES = 3
@@ -17,7 +22,7 @@ EXPERTS = {"family": "qwen3_moe", "num_key_value_heads": 4}
 
 def _saved(role, optimizer=None):
     from megatron_ext.checkpoint import Saved
-    from megatron_ext.weights import hf_shapes, named_parameters, tile_map
+    from megatron_ext.weights import hf_shapes, named_parameters
 
     tiles = [tile_map(role.hf, role.layout, rank) for rank in range(role.layout.world_size)]
     return Saved(role.layout, named_parameters(role.chunks), tiles, hf_shapes(role.hf), optimizer)
@@ -114,3 +119,85 @@ def test_any_layout_goes_on_as_the_saving_one_would_have(worlds, tmp_path, model
             assert found["after"][0][2] == SETTINGS.lr_at(UPDATES)
             if other == layout:
                 assert found["after"] == expected[0]["after"]  # not a bit differs
+
+
+def load_and_save(source: str, destination: str, layout: Layout) -> None:
+    """Only the weights, from a converted folder into a model, and from there into a folder of several ranks' files."""
+    from megatron_ext.checkpoint import load, save
+    from tests.megatron_ext import scenarios
+    from tests.megatron_ext.hf_layout import hf_model
+
+    role = scenarios.make_role(hf_model(**DENSE), layout)
+    with role.state.current():
+        load(_saved(role), source)
+        save(_saved(role), destination)
+
+
+@pytest.mark.timeout(120)
+def test_what_several_ranks_saved_is_converted_bit_for_bit(worlds, tmp_path):
+    fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 131}
+    sizes = {"num_attention_heads": 4, "max_position_embeddings": 256, "rope_theta": 1e4}
+    model = hf_models.make(tmp_path / "hf", "qwen2", tied=True, seed=3, **fields, **sizes)
+    said = []
+    hf_to_role(model, tmp_path / "converted", tmp_path / "about", said.append, file_bytes=20_000)
+    assert len(said) > 3 and said[-1].endswith("(100%)")
+    worlds(4).run(load_and_save, str(tmp_path / "converted"), str(tmp_path / "saved"), Layout(4, tp=2, pp=2))
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) >= 4  # from every rank
+    role_to_hf(tmp_path / "saved", tmp_path / "about", tmp_path / "back", said.append, file_bytes=20_000)
+    expected, found = hf_models.state(model), hf_models.state(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def fail_to_save(folder: str, fault: str) -> str:
+    """The disk is full on rank 1, or what Megatron's writer does not declare to need is not installed anywhere."""
+    import errno
+    from unittest import mock
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_ext.checkpoint import save
+
+    role, optimizer = _role(DENSE, Layout(4, tp=2, pp=2), torch.float32, seed=0)
+    full = mock.patch.object(filesystem_async, "_write_item", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    patch = mock.patch.object(filesystem_async, "HAVE_PSUTIL", False) if fault == "psutil" else full
+    with role.state.current(), patch if fault == "psutil" or torch.distributed.get_rank() == 1 else mock.MagicMock():
+        try:
+            save(_saved(role, optimizer), folder)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("fault", "what"), [("disk", "No space left on device"), ("psutil", "psutil")])
+def test_a_failed_save_is_told_on_every_rank_and_leaves_nothing(worlds, tmp_path, fault, what):
+    folder = tmp_path / "actor"
+    messages = worlds(4).run(fail_to_save, str(folder), fault, timeout=60)
+    assert all(f"{folder} could not be written" in message for message in messages)
+    assert what in messages[0]
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
+def test_a_range_of_a_flattened_tensor_as_rectangles(shape):
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(numbers.numel() + 1):
+        for stop in range(start, numbers.numel() + 1):
+            found = [
+                (offset, numbers[tuple(slice(*dim) for dim in rectangle)].flatten().tolist())
+                for rectangle, offset in rectangles(shape, start, stop)
+            ]
+            assert [number for _, part in found for number in part] == list(range(start, stop))
+            assert all(part[0] == start + offset for offset, part in found)
+            assert len(found) <= 2 * len(shape) - 1
+
+
+def test_every_rectangle_is_written_once_and_the_work_is_shared():
+    hf = HFConfig.from_dict(hf_models.config("qwen3_moe", tied=False))
+    layout = Layout(8, tp=2, ep=2, pp=2, sequence_parallel=True)
+    by_rank = writers([tile_map(hf, layout, rank) for rank in range(8)])
+    written = [(tile.hf_name, tile.hf_slices) for tiles in by_rank for _, tile in tiles]
+    assert len(written) == len(set(written))
+    sizes = [sum(tile.numel for _, tile in tiles) for tiles in by_rank]
+    assert max(sizes) < 2 * sum(sizes) / 8
