@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from hybridflow.data.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 400
+TIMEOUT = 500
 # PPO with an adapted KL penalty: three models, two optimizers, and a state of the driver's own.
 CONFIG = """
 model: {{path: {model}, dtype: float32}}

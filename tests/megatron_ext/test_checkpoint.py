@@ -86,7 +86,7 @@ def load_and_train(model: dict, layout: Layout, dtype: torch.dtype, folder: str)
     return {"after": after, "loaded": loaded, "steps": optimizer.adam_steps(), "drawn": drawn}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("model", "dtype", "layout", "others"),
     [
@@ -133,7 +133,7 @@ def load_and_save(source: str, destination: str, layout: Layout) -> None:
         save(_saved(role), destination)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(280)
 def test_what_several_ranks_saved_is_converted_bit_for_bit(worlds, tmp_path):
     fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 131}
     sizes = {"num_attention_heads": 4, "max_position_embeddings": 256, "rope_theta": 1e4}
@@ -169,11 +169,11 @@ def fail_to_save(folder: str, fault: str) -> str:
     return ""
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize(("fault", "what"), [("disk", "No space left on device"), ("psutil", "psutil")])
 def test_a_failed_save_is_told_on_every_rank_and_leaves_nothing(worlds, tmp_path, fault, what):
     folder = tmp_path / "actor"
-    messages = worlds(4).run(fail_to_save, str(folder), fault, timeout=60)
+    messages = worlds(4).run(fail_to_save, str(folder), fault)
     assert all(f"{folder} could not be written" in message for message in messages)
     assert what in messages[0]
     assert not folder.exists()
