@@ -83,8 +83,10 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _show_memory(config, models, device)
     _warn_of_untested_versions()
 
-    from hybridflow.torchrun import launch
-
+    if config.cluster.launcher == "ray":
+        from hybridflow.ray_driver import launch
+    else:
+        from hybridflow.torchrun import launch
     return launch(config, device, arguments.config, overrides)
 
 
@@ -122,10 +124,12 @@ def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
     from hybridflow.checkpoints.resume import find_start
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
+    from hybridflow.controller.placement import place
 
     models = check(config)
     for line in find_start(config).lines:
         print(line)
+    print(place(config).render(), flush=True)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
     return models
 

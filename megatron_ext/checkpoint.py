@@ -6,7 +6,7 @@ TP x PP x VPP x EP x DP loads what any other has saved, with either layer spec, 
 own sharded state dicts of models and optimizers are not used, nor what they get wrong without Transformer Engine (an Adam step
 shared by all parameters, formats that a fresh optimizer cannot load).
 
-All functions are collective over the default world, and called inside `ParallelState.current()`.
+All functions are collective over the role's ranks, and called inside `ParallelState.current()`.
 """
 
 import json
@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_ext import compat
 from megatron_ext.layout import Layout
 from megatron_ext.optimizer import Optimizer
+from megatron_ext.parallel import ParallelState
 from megatron_ext.stored import ABOUT, WEIGHTS, CheckpointError, read_about
 from megatron_ext.tiles import Slices, Tile, TileMap, as_index, intersect
 from megatron_ext.weights import check_parameters
@@ -36,12 +37,13 @@ class Saved:
 
     Attributes:
         parameters: this rank's, under the names of its tile map.
-        tiles: the tile maps of all ranks of the world, in order.
+        state: the role's groups, and which of its ranks this one is.
+        tiles: the tile maps of all its ranks, in order.
         shapes: of the HF tensors.
         optimizer: None: the role is not trained, or its optimizer is left out.
     """
 
-    layout: Layout
+    state: ParallelState
     parameters: Mapping[str, torch.nn.Parameter]
     tiles: Sequence[TileMap]
     shapes: Mapping[str, tuple[int, ...]]
@@ -51,8 +53,8 @@ class Saved:
 class PendingSave:
     """A save that is under way; `finished` says when all of it is on disk."""
 
-    def __init__(self, folder: Path, request, queue):
-        self._folder, self._request, self._queue = folder, request, queue
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None, queue):
+        self._folder, self._group, self._queue = folder, group, queue
 
     def finished(self, wait: bool) -> bool:
         """Whether all ranks have written everything, down to the disk. The same answer on all ranks.
@@ -61,7 +63,10 @@ class PendingSave:
             CheckpointError: a rank could not write.
         """
         try:
-            return not self._queue.get_num_unfinalized_calls() or bool(self._queue.maybe_finalize_async_calls(blocking=wait))
+            with compat.as_world(self._group):
+                return not self._queue.get_num_unfinalized_calls() or bool(
+                    self._queue.maybe_finalize_async_calls(blocking=wait)
+                )
         except Exception as error:
             raise _failed(self._folder, error) from error
 
@@ -76,16 +81,20 @@ def save(saved: Saved, folder: str | Path, background: bool = False) -> PendingS
     Raises:
         CheckpointError: a rank could not write.
     """
-    folder = Path(folder)
+    with compat.as_world(saved.state.group):
+        return _save(saved, Path(folder), background)
+
+
+def _save(saved: Saved, folder: Path, background: bool) -> PendingSave | None:
     try:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
         pieces = {f"{number}": piece for number, piece in enumerate([*_weights_to_write(saved), *_states(saved, writing=True)])}
-        pieces["rng"] = _rng(dist.get_rank(), _rng_states())
+        pieces["rng"] = _rng(saved.state, _rng_states())
         request = compat.start_save(pieces, folder, background)
         if dist.get_rank() == 0:
-            about = {"updates": saved.optimizer and saved.optimizer.updates, "layout": _layout(saved.layout)}
+            about = {"updates": saved.optimizer and saved.optimizer.updates, "layout": _layout(saved.state.layout)}
             (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
         if not background:
             compat.write_here(request)
@@ -94,7 +103,7 @@ def save(saved: Saved, folder: str | Path, background: bool = False) -> PendingS
         queue.schedule_async_request(request)
     except Exception as error:
         raise _failed(folder, error) from error
-    return PendingSave(folder, request, queue)
+    return PendingSave(folder, saved.state.group, queue)
 
 
 @torch.no_grad()
@@ -111,17 +120,18 @@ def load(saved: Saved, folder: str | Path) -> None:
         if about["updates"] is None:
             raise CheckpointError(f"{folder} holds weights only, no optimizer: give it as a model (hybridflow convert)")
         saved.optimizer.prime(about["updates"])
-    rank = dist.get_rank()
+    rank = saved.state.rank
     check_parameters(saved.parameters, saved.tiles[rank])
     for name, tiles in saved.tiles[rank].items():
         if sum(tile.numel for tile in tiles) < saved.parameters[name].numel():
             saved.parameters[name].zero_()  # rows that pad the vocabulary are in no checkpoint
     pieces = {f"{number}": piece for number, piece in enumerate([*_weights(saved), *_states(saved, writing=False)])}
-    same_layout = about["layout"] == _layout(saved.layout)
+    same_layout = about["layout"] == _layout(saved.state.layout)
     if same_layout:
-        pieces["rng"] = _rng(rank, None)
+        pieces["rng"] = _rng(saved.state, None)
     try:
-        found = compat.load_pieces(pieces, folder)
+        with compat.as_world(saved.state.group):
+            found = compat.load_pieces(pieces, folder)
     except Exception as error:
         what = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder} could not be loaded on rank {rank}: {type(error).__name__}: {what}") from error
@@ -156,7 +166,7 @@ def _piece(kind: str, tile: Tile, hf_slices: Slices, data: Tensor, saved: Saved)
 
 def _weights(saved: Saved) -> Iterator:
     """Everything that this rank holds."""
-    for name, tiles in saved.tiles[dist.get_rank()].items():
+    for name, tiles in saved.tiles[saved.state.rank].items():
         for tile in tiles:
             data = saved.parameters[name].detach()[as_index(tile.local_slices)]
             yield _piece(WEIGHTS, tile, tile.hf_slices, data, saved)
@@ -164,8 +174,7 @@ def _weights(saved: Saved) -> Iterator:
 
 def _weights_to_write(saved: Saved) -> Iterator:
     """What of it this rank writes: of the ranks that hold the same, the one that has the least to write so far."""
-    me = dist.get_rank()
-    for name, tile in writers(saved.tiles)[me]:
+    for name, tile in writers(saved.tiles)[saved.state.rank]:
         yield _piece(WEIGHTS, tile, tile.hf_slices, saved.parameters[name].detach()[as_index(tile.local_slices)], saved)
 
 
@@ -198,10 +207,10 @@ def _states(saved: Saved, writing: bool) -> Iterator:
     first = _first_holders(saved.tiles) if writing else {}
     for share in saved.optimizer.shares():
         name = names[id(share.parameter)]
-        group = set(dist.get_process_group_ranks(share.group))
+        group = {saved.state.ranks.index(rank) for rank in dist.get_process_group_ranks(share.group)}
         for rectangle, start in rectangles(tuple(share.parameter.shape), share.start, share.stop):
             shape = [stop - start for start, stop in rectangle]
-            for tile in saved.tiles[dist.get_rank()][name]:
+            for tile in saved.tiles[saved.state.rank][name]:
                 common = intersect(rectangle, tile.local_slices)
                 if common is None:
                     continue
@@ -258,8 +267,8 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 # ------------------------------------------------------------------------------------------------------------------- RNG
 
 
-def _rng(rank: int, data: dict | None):
-    return compat.sharded_object("rng", data, (dist.get_world_size(),), (rank,))
+def _rng(state: ParallelState, data: dict | None):
+    return compat.sharded_object("rng", data, (len(state.ranks),), (state.rank,))
 
 
 def _rng_states() -> dict[str, object]:

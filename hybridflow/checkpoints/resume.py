@@ -114,8 +114,9 @@ def _check_changes(config: Config, checkpoint: Checkpoint) -> list[str]:
     was = OmegaConf.to_container(OmegaConf.load(checkpoint.path / "config.yaml"))
     where = f"{checkpoint.path} cannot be resumed with"
     before, now = _flat(was), _flat(asdict(config))
-    for name in sorted({*config.megatron_roles(), *checkpoint.roles}):
-        _check_role(config, checkpoint, name, where)
+    saved = {*config.trained_roles(), *(["reference"] if config.roles.reference else [])}
+    for name in sorted(saved | set(checkpoint.roles)):
+        _check_role(config, checkpoint, name, name in saved, where)
     for key, reason in _FIXED.items():
         old, new = _select(was, key), _select(asdict(config), key)
         same = Path(old).name == Path(new).name if key in _MAY_MOVE and old and new else old == new
@@ -127,8 +128,7 @@ def _check_changes(config: Config, checkpoint: Checkpoint) -> list[str]:
     return [f"changed since then: {', '.join(f'{key} {before[key]} -> {now[key]}' for key in changed)}"]
 
 
-def _check_role(config: Config, checkpoint: Checkpoint, name: str, where: str) -> None:
-    here = name in config.megatron_roles()
+def _check_role(config: Config, checkpoint: Checkpoint, name: str, here: bool, where: str) -> None:
     if here != (name in checkpoint.roles):
         has, lacks = ("this configuration", "it") if here else ("it", "this configuration")
         key = "algorithm.kl_coefficient" if name == "reference" else f"roles.{name}"

@@ -14,7 +14,7 @@ from hybridflow.config.load import load
 from hybridflow.config.preflight import check
 from hybridflow.config.schema import Config, ConfigError
 from hybridflow.metrics.recorder import Recorder
-from tests.algorithms.fakes import Answered, FakeScorer, FakeText
+from tests.algorithms.fakes import Answered, FakeText
 from tests.config.folders import write_config, write_model
 
 PPO = ["algorithm={name: ppo, kl_coefficient: 0.1, kl_target: 0.5}", "run.steps=6", "run.save_every=2"]
@@ -71,8 +71,9 @@ def config(tmp_path) -> Path:
 
 def make_run(config: Config, slow: int = 0) -> Run:
     roles = {name: WritingRole(name, slow) for name in ("actor", "critic", "reference", "rollout", "worker")}
+    roles["worker"].courier = None
     recorder = Recorder(config.run.dir, config, restarts=find_start(config).restarts)
-    return Run(config, roles, FakeText(), Source(), FakeScorer(), recorder)
+    return Run(config, roles, FakeText(), Source(), [], recorder)
 
 
 def take_steps(run: Run, keeper: CheckpointKeeper, rewards: dict[int, float]) -> None:

@@ -25,7 +25,7 @@ def _saved(role, optimizer=None):
     from megatron_ext.weights import hf_shapes, named_parameters
 
     tiles = [tile_map(role.hf, role.layout, rank) for rank in range(role.layout.world_size)]
-    return Saved(role.layout, named_parameters(role.chunks), tiles, hf_shapes(role.hf), optimizer)
+    return Saved(role.state, named_parameters(role.chunks), tiles, hf_shapes(role.hf), optimizer)
 
 
 def _update(role, optimizer) -> tuple[float, float, float]:
