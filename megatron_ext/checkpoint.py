@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext import compat
 from megatron_ext.layout import Layout
@@ -29,6 +30,7 @@ from megatron_ext.tiles import Slices, Tile, TileMap, as_index, intersect
 from megatron_ext.weights import check_parameters
 
 ALMOST_FULL = 64 << 20  # bytes
+FAILURES = (Exception, CheckpointException)  # torch's is no Exception
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class PendingSave:
                 return not self._queue.get_num_unfinalized_calls() or bool(
                     self._queue.maybe_finalize_async_calls(blocking=wait)
                 )
-        except Exception as error:
+        except FAILURES as error:
             raise _failed(self._folder, error) from error
 
 
@@ -101,7 +103,7 @@ def _save(saved: Saved, folder: Path, background: bool) -> PendingSave | None:
             return None
         queue = compat.async_calls_queue()
         queue.schedule_async_request(request)
-    except Exception as error:
+    except FAILURES as error:
         raise _failed(folder, error) from error
     return PendingSave(folder, saved.state.group, queue)
 
@@ -132,9 +134,8 @@ def load(saved: Saved, folder: str | Path) -> None:
     try:
         with compat.as_world(saved.state.group):
             found = compat.load_pieces(pieces, folder)
-    except Exception as error:
-        what = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{folder} could not be loaded on rank {rank}: {type(error).__name__}: {what}") from error
+    except FAILURES as error:
+        raise CheckpointError(f"{folder} could not be loaded on rank {rank}: {_reason(error)}") from error
     if same_layout:
         _set_rng_states(found["rng"])
     if saved.optimizer is not None:
@@ -145,16 +146,22 @@ def _layout(layout: Layout) -> dict:
     return json.loads(json.dumps(asdict(layout)))  # as it is read back
 
 
-def _failed(folder: Path, error: Exception) -> CheckpointError:
+def _failed(folder: Path, error: BaseException) -> CheckpointError:
     """Names the folder and what room there was; torch's writer says of a full disk only that writing failed. What is there of
     the checkpoint goes: it is of no use, and fills the disk."""
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(parent).free
     shutil.rmtree(folder, ignore_errors=True)
-    causes = [str(getattr(cause, "failures", "")) or str(cause) for cause in (error, error.__cause__) if cause is not None]
-    what = " ".join(" ".join(causes).split())[-300:]
     hint = ": the disk is full, make room or choose another run.dir" if free < ALMOST_FULL else ""
-    return CheckpointError(f"{folder} could not be written ({free / 2**30:.2f} GiB were free there){hint}: {what}")
+    return CheckpointError(f"{folder} could not be written ({free / 2**30:.2f} GiB were free there){hint}: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    """One line. torch tells the first rank alone what failed on which."""
+    if isinstance(error, CheckpointException):
+        failures = (f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        return " ".join("; ".join(failures).split())[:300] or "another rank says why"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 # ---------------------------------------------------------------------------------------------------------------- pieces

@@ -40,18 +40,20 @@ def _update(role, optimizer) -> tuple[float, float, float]:
         sums = forward_backward(role.wrapped, batches, scenarios.policy_loss)
         stepped = optimizer.step()
     total = torch.tensor([sums["loss"], sums["count"]] if sums and role.state.coordinates.tp == 0 else [0.0, 0.0])
-    torch.distributed.all_reduce(total)
+    torch.distributed.all_reduce(total, group=role.state.group)
     return (total[0] / total[1]).item(), stepped["grad_norm"], stepped["lr"]
 
 
-def _role(model: dict, layout: Layout, dtype: torch.dtype, seed: int):
+def _role(model: dict, layout: Layout, dtype: torch.dtype, seed: int, ranks=None):
     from megatron_ext.optimizer import Optimizer
     from tests.megatron_ext import scenarios
     from tests.megatron_ext.hf_layout import hf_model
 
-    role = scenarios.make_role(hf_model(**model, seed=seed), layout, dtype=dtype)
+    role = scenarios.make_role(hf_model(**model, seed=seed), layout, dtype=dtype, ranks=ranks)
+    if role is None:
+        return None, None
     with role.state.current():
-        return role, Optimizer(role.wrapped, SETTINGS, dtype)
+        return role, Optimizer(role.wrapped, SETTINGS, dtype, role.state.group)
 
 
 def train_and_save(model: dict, layout: Layout, dtype: torch.dtype, folder: str, background: bool) -> dict:
@@ -119,6 +121,33 @@ def test_any_layout_goes_on_as_the_saving_one_would_have(worlds, tmp_path, model
             assert found["after"][0][2] == SETTINGS.lr_at(UPDATES)
             if other == layout:
                 assert found["after"] == expected[0]["after"]  # not a bit differs
+
+
+def train_on_some_ranks(folder: str) -> tuple[tuple, tuple]:
+    """The update after a save by a role on two of four ranks, and the same by one on all four that loads it."""
+    from megatron_ext.checkpoint import load, save
+
+    role, optimizer = _role(DENSE, Layout(2, pp=2), torch.float32, seed=0, ranks=(1, 3))
+    expected = None
+    if role is not None:
+        _update(role, optimizer)
+        with role.state.current():
+            save(_saved(role, optimizer), folder)
+            load(_saved(role, optimizer), folder)
+        expected = _update(role, optimizer)
+    torch.distributed.barrier()
+    role, optimizer = _role(DENSE, Layout(4, tp=2, pp=2), torch.float32, seed=7)
+    with role.state.current():
+        load(_saved(role, optimizer), folder)
+    return expected, _update(role, optimizer)
+
+
+@pytest.mark.timeout(280)
+def test_a_role_on_a_part_of_the_ranks(worlds, tmp_path):
+    found = worlds(4).run(train_on_some_ranks, str(tmp_path / "critic"))
+    expected = found[1][0]
+    assert found[0][0] is None and found[3][0] == expected
+    assert all(update == pytest.approx(expected, rel=1e-5) for _, update in found)
 
 
 def load_and_save(source: str, destination: str, layout: Layout) -> None:
