@@ -54,9 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--smoke-seconds", type=float, default=10.0, metavar="S", help="of the ranks' test; 0: none")
     check.set_defaults(run=_check_env)
 
-    convert = commands.add_parser("convert", help="turn a GGUF model into a folder in HF format")
+    convert = commands.add_parser("convert", help="checkpoints and GGUF models to HF folders, HF folders to checkpoints")
     convert.add_argument(
-        "--from", required=True, dest="source", metavar="X", help="a .gguf file, or an installed package that ships one"
+        "--from",
+        required=True,
+        dest="source",
+        metavar="X",
+        help="a checkpoint, a role in it (step-20/critic) or a run; an HF folder; a .gguf file, or a package that ships one",
     )
     convert.add_argument("--to", required=True, dest="destination", metavar="DIR", help="the folder to write")
     convert.set_defaults(run=_convert)
@@ -132,11 +136,14 @@ def inside_torchrun() -> bool:
 
 
 def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
+    from hybridflow.checkpoints.resume import find_start
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
     from hybridflow.controller.placement import place
 
     models = check(config)
+    for line in find_start(config).lines:
+        print(line)
     print(place(config).render(), flush=True)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
     return models
@@ -173,15 +180,9 @@ def _check_env(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _convert(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from hybridflow.config.schema import ConfigError
-    from hybridflow.data.gguf import ConversionError, convert_gguf
-    from megatron_ext.hf_config import UnsupportedModel
+    from hybridflow.convert import convert
 
-    try:
-        convert_gguf(arguments.source, arguments.destination)
-    except (ConversionError, UnsupportedModel) as error:
-        raise ConfigError(str(error)) from error
-    print(f"wrote {arguments.destination}")
+    convert(arguments.source, arguments.destination)
     return 0
 
 

@@ -93,6 +93,34 @@ class Run:
         step = f"step {self.step_index}" if self.step_index else "before the first step"
         return f"{step}, {self.recorder.latest_phase or 'start'}"
 
+    # --- checkpoints
+
+    def saved_roles(self) -> list[RoleHandle]:
+        """Whose weights a checkpoint holds; the engine's are the actor's."""
+        return self._trained() if self.reference is None else [*self._trained(), self.reference]
+
+    def start_saved_training(self) -> None:
+        """Fresh optimizers for a checkpoint's states to be read into."""
+        for role in self._trained():
+            role.start_training(optimizer_settings(self.config.trained_roles()[role.name].optimizer)).result()
+
+    def state(self) -> dict[str, Any]:
+        """What goes on from step to step, as JSON can hold it."""
+        return {
+            "step": self.step_index,
+            "position": self.position,
+            "dropped": self.source.dropped,
+            "kl_coefficient": self.kl.value,
+            "canary": self._canary.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`. A KL coefficient that nothing adapts is the config's."""
+        self.step_index, self.position, self.source.dropped = state["step"], state["position"], state["dropped"]
+        if self.kl.target:
+            self.kl.value = state["kl_coefficient"]
+        self._canary.load_state(state["canary"])
+
     # --- data
 
     def next_problems(self, count: int) -> list[Problem]:
@@ -461,12 +489,12 @@ class Run:
     def begin_step(self) -> None:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
-        self.metrics, self._updates = {}, {name: [] for name in self._updates}
+        saving = self.recorder.take_phases().get("save")  # since the last step: what it waited for a checkpoint
+        self.metrics, self._updates = {} if saving is None else {"time/save": saving}, {name: [] for name in self._updates}
         self._scored = {name: Counter() for name in self._scored}
         self._samplings = []
         self._bytes_before = self.courier.bytes
         self.throughput.reset()
-        self.recorder.take_phases()
         if self._timeline:
             self._passes()
             self._timeline.begin_step()

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoints.resume import find_start
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder, expected_tensors
@@ -57,6 +58,7 @@ _AT_LEAST = {
     "resharding.verify_every": 0,
     "run.steps": 0,
     "run.save_every": 0,
+    "run.keep_checkpoints": 0,
     "run.port": 0,
     "run.hang_minutes": 0,
     "run.max_skipped": 0,
@@ -142,7 +144,8 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
         if role not in models:
             check_classifier(config, role)
     if run_folder:
-        check_run_folder(Path(config.run.dir), config.run.overwrite)
+        start = find_start(config)
+        check_run_folder(Path(config.run.dir), config.run.overwrite or start.own or start.restarts)
         check_space(Path(config.run.dir), _export_bytes(config, models["actor"]))
     check_data(config)
     if config.run.replay:
@@ -223,8 +226,6 @@ def _check_not_yet(config: Config) -> None:
     for name, role in config.megatron_roles().items():
         if role.cp > 1:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
-    if config.run.save_every:
-        raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
 
 
 def _check_numbers(config: Config) -> None:
