@@ -1,17 +1,17 @@
 """What a job keeps on a GPU at each stage of a step, from shapes alone, and what training lets go of so that it fits.
 
 A lower bound: activations, communicators and CUDA's own needs come on top. So what does not fit here surely fails, and is
-refused before anything starts; what fits may still be too tight. Importing this imports no torch; a footprint does.
+refused before anything starts; what fits may still be too tight (forecast.py adds those). Imports no torch.
 """
 
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, prod
 from typing import NamedTuple
 
 from hybridflow.config.schema import Config, ConfigError
+from hybridflow.planner.counts import ITEMSIZE, stage_elements
+from hybridflow.planner.hardware import memory_sizes
 from hybridflow.rollout import tiles as rollout_tiles
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
@@ -20,7 +20,6 @@ GIB = 1 << 30
 # What CUDA, two libraries' communicators and workspaces take beside all that is counted here. Only the choice of
 # release_weights=auto leaves room for it: releasing costs milliseconds, running out of memory the job.
 BESIDE = 4 * GIB
-_ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
 class Part(NamedTuple):
@@ -73,24 +72,19 @@ class MemoryPlan:
 def footprint(hf: HFConfig, layout: Layout, rank: int, dtype: str, trained: bool) -> Footprint:
     """A Megatron role's weights on one rank; of a trained one also the fp32 gradients, and the rank's share of Adam's two
     moments and, for 16-bit weights, of the masters."""
-    from megatron_ext import weights
-
-    shapes = weights.local_shapes(hf, layout, rank)
-    experts = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
-    elements = sum(prod(shape) for shape in shapes.values())
-    itemsize = _ITEMSIZE[dtype]
+    held = stage_elements(hf, layout)[layout.coordinates(rank).pp]
+    itemsize = ITEMSIZE[dtype]
     if not trained:
-        return Footprint(elements * itemsize)
+        return Footprint(held.all * itemsize)
     # context-parallel ranks share the optimizer's work as data-parallel ones do; experts have groups of their own
-    share = (elements - experts) / (layout.dp * layout.cp)
-    share += experts / (layout.world_size // (layout.pp * layout.ep * layout.etp))
-    return Footprint(elements * itemsize, 4 * elements, int(share * (12 if itemsize == 2 else 8)))
+    share = held.dense / (layout.dp * layout.cp) + held.experts / layout.edp
+    return Footprint(held.all * itemsize, 4 * held.all, int(share * (12 if itemsize == 2 else 8)))
 
 
 def engine_weights(config: Config, hf: HFConfig) -> int:
     """Bytes of vLLM's weights on one rank."""
     shapes = rollout_tiles.local_shapes(hf, config.roles.rollout.tp, 0, config.roles.rollout.expert_parallel)
-    return _ITEMSIZE[config.dtype("rollout")] * sum(prod(shape) for shape in shapes.values())
+    return ITEMSIZE[config.dtype("rollout")] * sum(prod(shape) for shape in shapes.values())
 
 
 def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | None) -> MemoryPlan:
@@ -152,13 +146,8 @@ def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan,
 
 
 def gpu_total() -> int | None:
-    """Bytes of this node's smallest GPU as nvidia-smi says, or None without it. Touches no GPU: a context takes memory."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    sizes = [int(line) for line in found.stdout.split("\n") if line.strip().isdigit()]
-    return min(sizes) << 20 if sizes else None
+    """Bytes of this node's smallest GPU as nvidia-smi says, or None without it."""
+    return min(memory_sizes(), default=None)
 
 
 def _representatives(config: Config) -> list[int]:
