@@ -77,8 +77,8 @@ def stage_elements(hf: HFConfig, layout: Layout) -> tuple[Elements, ...]:
         dense = layers * layer.dense + (vocabulary if stage == 0 else 0)
         if stage == layout.pp - 1:
             dense += hf.hidden_size  # the final norm
-            if hf.head == "value":
-                dense += hf.hidden_size + 1
+            if hf.head != "lm":
+                dense += hf.hidden_size + (hf.head == "value")  # whose one row has a bias
             elif not hf.tied or layout.pp > 1:  # a tied embedding is on the first stage and again on the last
                 dense += vocabulary
         found.append(Elements(dense, layers * layer.experts))

@@ -64,8 +64,8 @@ def rollout(machine: Machine, task: EngineTask) -> Causes:
 
 def _prefill(machine: Machine, task: EngineTask) -> float:
     """All prompts, each once: samples of a prompt share it through the prefix cache."""
-    lengths = [task.prompt_tokens] * task.prompts
-    return counts.forward_flops(task.hf, lengths) / task.tp / machine.matrix_rate(task.itemsize)
+    operations = task.prompts * counts.forward_flops(task.hf, [task.prompt_tokens])
+    return operations / task.tp / machine.matrix_rate(task.itemsize)
 
 
 def _decode_step(machine: Machine, task: EngineTask, sequences: int) -> Causes:

@@ -4,6 +4,7 @@ A lower bound: activations, communicators and CUDA's own needs come on top. So w
 refused before anything starts; what fits may still be too tight (forecast.py adds those). Imports no torch.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, prod
@@ -47,10 +48,11 @@ class Release(NamedTuple):
 class MemoryPlan:
     """`stages`: what is on the fullest GPU in each stage of a step. `total`: the GPU's bytes, None where unknown.
 
-    `releases`: by trained role. `host_bytes`: page-locked memory for what is offloaded, on the fullest node.
+    `by_rank`: the same for one rank of every combination of pipeline stages. `releases`: by trained role. `host_bytes`: page-locked memory for what is offloaded, on the fullest node.
     """
 
     stages: dict[str, tuple[Part, ...]]
+    by_rank: dict[int, dict[str, tuple[Part, ...]]]
     releases: dict[str, Release]
     host_bytes: int
     total: int | None
@@ -83,8 +85,14 @@ def footprint(hf: HFConfig, layout: Layout, rank: int, dtype: str, trained: bool
 
 def engine_weights(config: Config, hf: HFConfig) -> int:
     """Bytes of vLLM's weights on one rank."""
-    shapes = rollout_tiles.local_shapes(hf, config.roles.rollout.tp, 0, config.roles.rollout.expert_parallel)
-    return ITEMSIZE[config.dtype("rollout")] * sum(prod(shape) for shape in shapes.values())
+    rollout = config.roles.rollout
+    return ITEMSIZE[config.dtype("rollout")] * engine_elements(hf, rollout.tp, rollout.expert_parallel)
+
+
+@functools.cache
+def engine_elements(hf: HFConfig, tp: int, expert_parallel: bool = False) -> int:
+    """Parameters of one rank of an engine."""
+    return sum(prod(shape) for shape in rollout_tiles.local_shapes(hf, tp, 0, expert_parallel).values())
 
 
 def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | None) -> MemoryPlan:
@@ -93,7 +101,7 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     Args:
         models: of the Megatron roles, by name.
     """
-    kept = [_kept(config, models, rank) for rank in _representatives(config)]
+    kept = {rank: _kept(config, models, rank) for rank in _representatives(config)}
     engine, awake = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
     trained = config.trained_roles()
     may = {
@@ -103,8 +111,11 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     always = {name: role.release_weights == "always" and may[name] for name, role in trained.items()}
     releases = {name: Release("grads" in role.offload or always[name], always[name]) for name, role in trained.items()}
 
+    def by_rank() -> dict[int, dict[str, tuple[Part, ...]]]:
+        return {rank: _stages(config, parts, engine, awake, releases) for rank, parts in kept.items()}
+
     def stages() -> dict[str, tuple[Part, ...]]:
-        found = [_stages(config, parts, engine, awake, releases) for parts in kept]
+        found = list(by_rank().values())
         return {name: max((stage[name] for stage in found), key=_sum) for name in found[0]}
 
     def tight() -> bool:
@@ -114,8 +125,8 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
         releases = {name: Release(True, release.weights) for name, release in releases.items()}
     if tight():
         releases = {name: Release(True, may[name]) for name in releases}
-    host = max(_offloaded(config, parts) for parts in kept) * config.cluster.ranks_per_node
-    return MemoryPlan(stages(), releases, host, total)
+    host = max(_offloaded(config, parts) for parts in kept.values()) * config.cluster.ranks_per_node
+    return MemoryPlan(stages(), by_rank(), releases, host, total)
 
 
 def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan, host_total: int) -> None:

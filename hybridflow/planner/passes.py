@@ -141,12 +141,13 @@ def _exchange(machine: Machine, task: Task) -> float:
 
 def _layer_backward(machine: Machine, task: Task, forward: Causes) -> Causes:
     """Twice the forward pass (gradients of inputs and of weights), flash attention 2.5 times (five products for two), and what
-    is computed again; under sequence parallelism two inputs are gathered again."""
+    is computed again. Of transfers over tp only the gathers of the outputs' gradients are waited for: Megatron and TE hide
+    the others behind the products of the weights' gradients."""
     causes = {name: 2 * seconds for name, seconds in forward.items()}
     causes["attention"] = 2.5 * forward["attention"]
     causes["element-wise"] += ACCUMULATION_TRAFFIC * _layer_elements(task) / machine.memory_rate
     if task.layout.tp > 1:
-        gathers = (2 if task.hf.is_moe else 4) + (2 if task.layout.sequence_parallel else 0)
+        gathers = 0 if not task.layout.sequence_parallel else 1 if task.hf.is_moe else 2
         causes["TP transfers"] = gathers * _gather(machine, task)
     if "EP transfers" in forward:
         causes["EP transfers"] = forward["EP transfers"]
@@ -183,7 +184,7 @@ def _layer_elements(task: Task) -> float:
 
 def _head_forward(machine: Machine, task: Task) -> Causes:
     """Output layer and log-probs, on the last stage."""
-    per_rank = 1 if task.hf.head == "value" else task.layout.tp
+    per_rank = task.layout.tp if task.hf.head == "lm" else 1
     share = task.micro.tokens / per_rank
     logits = share * counts.output_matrix(task.hf) / task.hf.hidden_size
     return {
@@ -245,7 +246,7 @@ def _optimizer(machine: Machine, task: Task) -> Causes:
 
 
 def _logit_bytes(task: Task, per_logit: float, buffers: float) -> float:
-    if task.hf.head == "value":
+    if task.hf.head != "lm":
         return 0.0
     return per_logit * task.micro.tokens * task.hf.vocab_size / task.layout.tp + buffers
 
