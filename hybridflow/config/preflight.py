@@ -104,6 +104,22 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     Raises:
         ConfigError: one line. `run_folder=False` leaves out the check of `run.dir`, once the run has begun to write there.
     """
+    models = check_shapes(config)
+    for role, hf in models.items():
+        check_model_folder(Path(config.model_path(role)), hf)
+    if run_folder:
+        check_run_folder(Path(config.run.dir), config.run.overwrite)
+    check_data(config)
+    if ":" in config.algorithm.name:
+        load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
+    return models
+
+
+def check_shapes(config: Config) -> dict[str, HFConfig]:
+    """What can be checked with the models' `config.json` alone, before there are weights, data or a folder for the run.
+
+    Returns and raises as `check`.
+    """
     _check_not_yet(config)
     _check_numbers(config)
     _check_cluster(config)
@@ -116,13 +132,6 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
         _check_layout(config, role, hf)
     _check_rollout(config, models["actor"])
     _check_lengths(config, models)
-    for role, hf in models.items():
-        check_model_folder(Path(config.model_path(role)), hf)
-    if run_folder:
-        check_run_folder(Path(config.run.dir), config.run.overwrite)
-    check_data(config)
-    if ":" in config.algorithm.name:
-        load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
     return models
 
 

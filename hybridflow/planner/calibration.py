@@ -1,4 +1,4 @@
-"""What hardware and libraries make of their peaks: a few coefficients, with defaults measured on H200s, and fitting them to runs.
+"""What hardware and libraries make of their peaks: a few coefficients, measured on H200s by default, and fitting them to runs.
 
 The file of `hybridflow plan --calibration FILE` is a JSON object of `Calibration`'s fields; what is left out keeps its default.
 """
@@ -23,9 +23,10 @@ class Calibration:
     A matrix product's share of the peak falls with its size. That is modelled as `matrix`, the share of large ones, and a
     constant time per layer, `layer_seconds`, in which kernels are launched, fill the GPU and drain.
 
-    `matrix`, `layer_seconds` and `optimizer` are fitted to the two TP2 runs of a 7.6B model on two H200s that are in
-    tests/planner/h200_updates.json; the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking, resharding and
-    `fixed_bytes` to benchmarks/results/; `experts`, `network`, `host_link` and the decoding ones are assumptions as yet.
+    `matrix`, `layer_seconds` and `optimizer` are fitted to the TP2 runs, and to them only, of a 7.6B model on two H200s that
+    are in tests/planner/h200_updates.json; the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking, resharding,
+    eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`, `memory`, `network`, `host_link` and the
+    other ones of decoding are assumptions as yet.
     """
 
     matrix: float = 0.88  # share of bf16 peak of matrix products
@@ -87,8 +88,8 @@ def fit(
 ) -> Calibration:
     """The coefficients `names` for which predictions come closest to what was measured, all others as in `start`.
 
-    Least squares in logarithms by Gauss-Newton steps: sum of log(predicted / measured)^2 + TRUST^2 log(coefficient / start)^2, so
-    that an error of 10% counts alike in all runs and a coefficient that no run depends on stays as it was.
+    Least squares in logarithms by Gauss-Newton steps: sum of log(predicted / measured)^2 + TRUST^2 log(coefficient / start)^2,
+    so that an error of 10% counts alike in all runs and a coefficient that no run depends on stays as it was.
 
     Args:
         predict: a calibration -> seconds or bytes of every run [R], above 0.

@@ -95,14 +95,14 @@ def _layer_elements(hf: HFConfig, layout: Layout) -> Elements:
 
 
 @functools.cache
-def chunk_layers(num_layers: int, pp: int, vpp: int = 1, split: Split = Split()) -> tuple[tuple[int, ...], ...]:
+def chunk_layers(num_layers: int, pp: int, vpp: int, split: Split) -> tuple[tuple[int, ...], ...]:
     """The number of layers by [pipeline stage][chunk]."""
     stages = Layout(pp, pp=pp, vpp=vpp, split=split).stage_layers(num_layers)
     return tuple(tuple(len(chunk) for chunk in stage) for stage in stages)
 
 
 @functools.cache
-def stage_layers(num_layers: int, pp: int, vpp: int = 1, split: Split = Split()) -> tuple[int, ...]:
+def stage_layers(num_layers: int, pp: int, vpp: int, split: Split) -> tuple[int, ...]:
     """The number of layers by pipeline stage, a stage's chunks added up."""
     return tuple(sum(chunks) for chunks in chunk_layers(num_layers, pp, vpp, split))
 

@@ -17,8 +17,6 @@ from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
 
 MARGIN = 0.1  # of the GPU's memory: the forecast's own error. Beyond it a job is refused, within it warned of
-_EXPERIENCE = {"actor": "log_probs", "critic": "values"}
-_UPDATE = {"actor": "update", "critic": "update_critic"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,15 @@ class Phase:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    def memory(self) -> str:
+        """GiB by part, such as `actor weights 7.1 + vLLM 42.1`."""
+        return " + ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in self.parts)
+
+    def row(self) -> list[str]:
+        """phase, role, GPUs, seconds, GiB per GPU, what its time goes to."""
+        size = f"{self.nbytes / GIB:.1f}" if self.parts else ""
+        return [self.name, self.role, str(self.gpus), f"{self.seconds:.3g}", size, self.limits()]
+
     def limits(self, count: int = 3) -> str:
         """What most of the time goes to, such as `matrix products 71%, bubble 12%, optimizer 9%`."""
         longest = sorted(self.causes.items(), key=lambda item: -item[1])[:count]
@@ -125,26 +132,6 @@ class Forecast:
     def fullest(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.nbytes)
 
-    def rows(self) -> list[list[str]]:
-        """phase, GPUs, seconds, GiB per GPU, what limits it."""
-        return [
-            [
-                phase.name,
-                str(phase.gpus),
-                f"{phase.seconds:.3g}",
-                f"{phase.nbytes / GIB:.1f}" if phase.parts else "",
-                phase.limits(),
-            ]
-            for phase in self.phases
-        ]
-
-    def memory_lines(self) -> list[str]:
-        return [
-            f"{phase.name}: " + " + ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in phase.parts)
-            for phase in self.phases
-            if phase.parts
-        ]
-
 
 def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, work: Workload) -> Forecast:
     """The forecast of a job whose shapes were checked (`preflight.check_shapes`).
@@ -166,15 +153,22 @@ def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, w
         if name not in config.trained_roles() and "params" in role.offload:
             causes["host link"] = _weights(task) / machine.calibration.host_link
         parts = _with_activations(config, name, plan, found, fixed)
-        phases.append(Phase(_EXPERIENCE.get(name, name), "experience", name, task.layout.world_size, causes, parts))
+        phases.append(Phase(phase_name(name, "experience"), "experience", name, task.layout.world_size, causes, parts))
     for name, role in config.trained_roles().items():
         task = update_task(role, models[name], config.layout(name), config.dtype(name), work)
         found = update_pass(machine, task)
         causes = {cause: work.updates * seconds for cause, seconds in found.causes.items()}
         parts = _with_activations(config, name, plan, found, fixed)
-        phases.append(Phase(_UPDATE.get(name, f"update_{name}"), "update", name, task.layout.world_size, causes, parts))
+        phases.append(Phase(phase_name(name, "update"), "update", name, task.layout.world_size, causes, parts))
     tokens = work.samples * work.mean
     return Forecast(tuple(phases), total, engine.concurrency, engine.samples, tokens, config.world_size)
+
+
+def phase_name(role: str, stage: str) -> str:
+    """As the metrics call it."""
+    if stage == "update":
+        return "update" if role == "actor" else f"update_{role}"
+    return {"actor": "log_probs", "critic": "values"}.get(role, role)
 
 
 def check_forecast(found: Forecast) -> str:
@@ -187,8 +181,7 @@ def check_forecast(found: Forecast) -> str:
     needed, have = phase.nbytes / GIB, found.total / GIB
     if needed <= have:
         return ""
-    parts = " + ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in phase.parts)
-    text = f"{phase.name} needs {needed:.1f} GiB on a GPU of {have:.1f} GiB: {parts}"
+    text = f"{phase.name} needs {needed:.1f} GiB on a GPU of {have:.1f} GiB: {phase.memory()}"
     if needed <= (1 + MARGIN) * have:
         return f"warning: {text}; within the forecast's error of {MARGIN:.0%}, it may run out of memory"
     role = phase.role
@@ -260,7 +253,9 @@ def _rollout(
         around |= {"wake": wake_seconds(machine, engine.weights), "sleep": calibration.sleep_seconds}
     if any(release.weights for release in plan.releases.values()):
         around["release"] = calibration.release_seconds
-    states = sum(_optimizer_bytes(config, models, name) for name, r in config.trained_roles().items() if "optimizer" in r.offload)
+    states = sum(
+        _optimizer_bytes(config, models, name) for name, r in config.trained_roles().items() if "optimizer" in r.offload
+    )
     if states:
         around["host link"] = 2 * states / calibration.host_link
     gpus = config.layout("rollout").world_size

@@ -88,8 +88,8 @@ def _decode_step(machine: Machine, task: EngineTask, sequences: int) -> Causes:
 
 
 def _weights_read(task: EngineTask, sequences: int) -> float:
-    """Bytes of weights that a step reads on a rank: of E experts those that some token goes to, E (1 - (1 - k/E)^B) when B tokens
-    choose k each at random."""
+    """Bytes of weights that a step reads on a rank: of E experts those that some token goes to, E (1 - (1 - k/E)^B) when B
+    tokens choose k each at random."""
     hf = task.hf
     if not hf.is_moe:
         return task.weights
@@ -120,4 +120,3 @@ def wake_seconds(machine: Machine, weights: float) -> float:
 def broadcast_seconds(machine: Machine, weights: float) -> float:
     """New weights for an engine on GPUs of its own: every rank receives its shard over the network."""
     return weights / (machine.calibration.network * machine.cluster.network_bytes_per_second)
-

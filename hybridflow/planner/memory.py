@@ -46,9 +46,10 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`stages`: what is on the fullest GPU in each stage of a step. `total`: the GPU's bytes, None where unknown.
+    """`stages`: what is on the fullest GPU in each stage of a step. `by_rank`: on one rank of every combination of pipeline
+    stages. `total`: the GPU's bytes, None where unknown.
 
-    `by_rank`: the same for one rank of every combination of pipeline stages. `releases`: by trained role. `host_bytes`: page-locked memory for what is offloaded, on the fullest node.
+    `releases`: by trained role. `host_bytes`: page-locked memory for what is offloaded, on the fullest node.
     """
 
     stages: dict[str, tuple[Part, ...]]

@@ -23,8 +23,8 @@ FORWARD_TOKENS = 16384
 MOST_STAGES = 16
 CHUNKS = (1, 2, 4)
 # An option is dropped when another one is no worse by more than this: of the least seconds, and of a GPU's memory.
-SAME_SECONDS = 0.003
-SAME_BYTES = 0.005
+SAME_SECONDS = 0.005
+SAME_BYTES = 0.02
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,13 @@ class Options:
             reshard_seconds(self.machine, role.hf, layout, tp, self._rollout_itemsize, False) for tp in self.engine_sizes
         )
 
+    def passes(self, role: JobRole, option: Option) -> tuple[Pass | None, Pass | None]:
+        """What the option's seconds are made of: the pass without backward, and one update."""
+        inferred = self._forward(role, option.layout, option.forward_tokens) if role.infers else None
+        updates = self._updates(role, option.layout)
+        wanted = option.update_tokens, option.recompute
+        return inferred, next(found for tokens, recompute, found in updates if (tokens, recompute) == wanted)
+
     def _offloads(self, option: Option, weights: float) -> Iterator[Option]:
         """The option as it is, and with what it can rest on the host, which it waits for."""
         if option.static + option.extra > self.capacity:
@@ -160,9 +167,7 @@ class Options:
             yield option._replace(offload=True, experience=option.experience + 2 * option.resting / link, resting=0.0)
         else:
             seconds = option.experience + weights / link
-            yield option._replace(
-                offload=True, experience=seconds, static=0.0, extra=option.static + option.extra, resting=0.0
-            )
+            yield option._replace(offload=True, experience=seconds, static=0.0, extra=option.static + option.extra, resting=0.0)
 
     def _layouts(self, role: JobRole, gpus: int) -> Iterator[Layout]:
         hf, per_node = role.hf, self.machine.cluster.gpus_per_node

@@ -1,8 +1,8 @@
 """Seconds and activation memory of a forward pass or an update of one Megatron role, and where the seconds go.
 
 An update of m micro-batches: every stage's time per micro-batch, the span of the pipeline schedule, then gradients to and
-parameters from the optimizer's shards, and the optimizer's step. Each part is the longer of nothing: parts are added up, since
-Megatron overlaps little of them as it is set up here.
+parameters from the optimizer's shards, and the optimizer's step. The parts are added up: as it is set up here, Megatron overlaps
+few of them.
 """
 
 from collections import Counter
@@ -38,8 +38,8 @@ class Machine:
         return self.calibration.memory * self.cluster.gpu.memory_bytes_per_second
 
     def collective(self, received: float, size: int, stride: int) -> float:
-        """Seconds in which each of `size` ranks at a distance of `stride` receives so many bytes. Between nodes the bytes come in
-        over the adapters of all the group's ranks on a node."""
+        """Seconds in which each of `size` ranks at a distance of `stride` receives so many bytes. Between nodes the bytes come
+        in over the adapters of all the group's ranks on a node."""
         if size == 1 or not received:
             return 0.0
         together = self.cluster.ranks_together(size, stride)

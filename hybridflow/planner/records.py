@@ -2,7 +2,8 @@
 
 `{"results": {"runs": [...]}}`, where a run is one of
 
-    {"phase": "update", "gpu": "H200", "model": {config.json's fields}, "layout": {"ranks": 2, "tp": 2, "sequence_parallel": true},
+    {"phase": "update", "gpu": "H200", "model": {config.json's fields},
+     "layout": {"ranks": 2, "tp": 2, "sequence_parallel": true},
      "micro_batches": 8, "lengths": [2048, 1024, 1024], "seconds": 1.94, "peak_bytes": 79456894976}
     {"phase": "forward", ...}     the same without backward; "head": "value" for a value model
     {"phase": "rollout", "gpu": "H200", "model": {...}, "tp": 2, "samples": 64, "prompts": 16, "prompt_tokens": 6,

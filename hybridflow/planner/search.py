@@ -1,17 +1,17 @@
 """The best placement of a job's roles on a cluster, their layouts, and the rollout's.
 
-HybridFlow, section 6 (arXiv 2409.19256): every set partition of the roles into pools, every allocation of GPUs to the pools, every
-layout of each role on its pool (with its Pareto front first). A step is the rollout, then the longest pool's passes without backward, then the longest pool's
-updates, where the roles of a pool follow one another:
+HybridFlow, section 6 (arXiv 2409.19256): every set partition of the roles into pools, every allocation of GPUs to the pools,
+every layout of each role on its pool. A step is the rollout, then the longest pool's passes without backward, then the longest
+pool's updates, where the roles of a pool follow one another:
 
     step = rollout + resharding + max over pools(sum of experience) + max over pools(sum of updates)
 
-The rollout is on the actor's pool, in the memory that its roles leave, or on GPUs of its own. What is left out on the way is not
-better in any cost, but for 0.3% of the seconds and 0.5% of a GPU's memory, than something that is kept; so, up to that, the best
-over the layouts of `options.py` and the pool sizes of `pool_sizes` is found.
+The rollout is on the actor's pool, in the memory that its roles leave, or on GPUs of its own. What is left out on the way is
+not better in any cost, but for SAME_SECONDS and SAME_BYTES, than something that is kept; so, up to those, the best over the
+layouts of `options.py` and the pool sizes of `pool_sizes` is found.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor, inf
@@ -19,15 +19,16 @@ from math import floor, inf
 import numpy as np
 
 from hybridflow.planner.counts import ITEMSIZE
-from hybridflow.planner.forecast import Workload
+from hybridflow.planner.forecast import Phase, Workload, phase_name
 from hybridflow.planner.generation import EngineTask, broadcast_seconds, rollout, wake_seconds
-from hybridflow.planner.memory import engine_elements
+from hybridflow.planner.memory import Part, engine_elements
 from hybridflow.planner.options import SAME_SECONDS, JobRole, Option, Options, front, tolerances
 from hybridflow.planner.passes import Causes, Machine
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig
 
 ENGINE = "rollout"  # in a placement's pools
+STAGES = ("rollout", "experience", "update")
 MOST_OF_A_GPU = 0.9  # for the engine
 
 
@@ -84,11 +85,7 @@ class Placement:
 
     @property
     def stages(self) -> dict[str, float]:
-        return {
-            "rollout": max(pool.rollout for pool in self.pools),
-            "experience": max(pool.experience for pool in self.pools),
-            "update": max(pool.update for pool in self.pools),
-        }
+        return {stage: max(getattr(pool, stage) for pool in self.pools) for stage in STAGES}
 
     @property
     def seconds(self) -> float:
@@ -117,6 +114,29 @@ class Search:
     def run(self) -> list[Placement]:
         """Every placement's best, the fastest first, those that cannot be had last."""
         return sorted((self.best(partition) for partition in placements(list(self.roles))), key=lambda found: found.seconds)
+
+    def phases(self, placement: Placement) -> list[Phase]:
+        """The phases of a placement's step, in their order."""
+        found = [phase for pool in placement.pools for phase in self._pool_phases(pool)]
+        return sorted(found, key=lambda phase: STAGES.index(phase.stage))
+
+    def _pool_phases(self, pool: PoolPlan) -> Iterator[Phase]:
+        fixed = Part("fixed", int(self.machine.calibration.fixed_bytes))
+        if pool.engine:
+            vllm = Part("vLLM", int(pool.engine.utilization * self.machine.cluster.gpu.memory_bytes))
+            beside = [Part(f"{option.role} at rest", int(option.resting)) for option in pool.options if option.resting]
+            yield Phase("reshard", "rollout", ENGINE, pool.gpus, pool.engine.around)
+            yield Phase("rollout", "rollout", ENGINE, pool.gpus, pool.engine.causes, (vllm, *beside, fixed))
+        static = [Part(f"{option.role} while training", int(option.static)) for option in pool.options if option.static]
+        for option in pool.options:
+            inferred, updated = self.options.passes(self.roles[option.role], option)
+            for stage, found, times in (("experience", inferred, 1), ("update", updated, self.work.updates)):
+                if found:
+                    causes = {cause: times * seconds for cause, seconds in found.causes.items()}
+                    waiting = getattr(option, stage) - sum(causes.values())
+                    causes |= {"host link": waiting} if stage == "experience" and option.offload else {}
+                    parts = (*static, Part(f"{option.role} activations", int(max(found.activations))), fixed)
+                    yield Phase(phase_name(option.role, stage), stage, option.role, pool.gpus, causes, parts)
 
     def best(self, partition: tuple[tuple[str, ...], ...]) -> Placement:
         """The best allocation of one placement."""
@@ -174,7 +194,9 @@ class Search:
 
     def _together(self, names: tuple[str, ...], gpus: int) -> list[tuple[Option, ...]]:
         """Options for the Megatron roles that fit on the same GPUs, none of them beaten by another."""
-        roles = sorted((name for name in names if name != ENGINE), key=lambda name: len(self.options.front(self.roles[name], gpus)))
+        roles = sorted(
+            (name for name in names if name != ENGINE), key=lambda name: len(self.options.front(self.roles[name], gpus))
+        )
         found: list[tuple[Option, ...]] = [()]
         seconds = 2 + len(self.options.engine_sizes)
         static, extra, resting = range(seconds, seconds + 3)
@@ -268,8 +290,8 @@ def pool_sizes(nodes: int, gpus_per_node: int) -> list[int]:
 
 
 def _joint(before: Sequence[tuple[Option, ...]], more: Sequence[Option], extra: int) -> np.ndarray:
-    """Costs [before x more, C] of roles on the same GPUs: seconds one after the other, bytes side by side but for the activations
-    in column `extra`, of which one role has some at a time."""
+    """Costs [before x more, C] of roles on the same GPUs: seconds one after the other, bytes side by side but for the
+    activations in column `extra`, of which one role has some at a time."""
     if not before or not more:
         return np.zeros((0, extra + 2))
     own = np.array([option.costs for option in more])
@@ -300,13 +322,3 @@ def _splits_for_engine(hf: HFConfig, tp: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def roles_of(models: Mapping[str, HFConfig], trained: Collection[str], work: Workload, dtypes: Mapping[str, str]) -> list[JobRole]:
-    """A job's Megatron roles: all that are not trained infer, and of the trained ones the critics, which give values, and the
-    actor where its log-probs are computed again."""
-    found = []
-    for name, hf in models.items():
-        infers = work.recomputes_log_probs if name == "actor" else True
-        found.append(JobRole(name, hf, name in trained, infers, dtypes[name]))
-    return found
