@@ -30,9 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     strangers = [word for word in rest if word not in overrides or arguments.command not in ("train", "plan")]
     if strangers:
-        parser.error(
-            f"unrecognized arguments: {' '.join(strangers)} (overrides have the form key=value, after `train` or `plan`)"
-        )
+        parser.error(f"unrecognized arguments: {' '.join(strangers)} (overrides have the form key=value, of train and plan)")
     try:
         return arguments.run(arguments, overrides)
     except ConfigError as error:

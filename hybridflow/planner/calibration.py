@@ -24,8 +24,8 @@ class Calibration:
     constant time per layer, `layer_seconds`, in which kernels are launched, fill the GPU and drain.
 
     `matrix`, `layer_seconds` and `optimizer` are fitted to the TP2 runs, and to them only, of a 7.6B model on two H200s that
-    are in tests/planner/h200_updates.json; the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking, resharding,
-    eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`, `memory`, `network`, `host_link` and the
+    are in tests/planner/h200_updates.json; the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking,
+    resharding, eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`, `memory`, `network`, `host_link` and the
     other ones of decoding are assumptions as yet.
     """
 

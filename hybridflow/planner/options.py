@@ -25,6 +25,7 @@ CHUNKS = (1, 2, 4)
 # An option is dropped when another one is no worse by more than this: of the least seconds, and of a GPU's memory.
 SAME_SECONDS = 0.005
 SAME_BYTES = 0.02
+RESERVE = 0.05  # of a GPU's memory is left free: the forecast's own error
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Options:
     @property
     def capacity(self) -> float:
         """Bytes of a GPU for what is counted here."""
-        return self.machine.cluster.gpu.memory_bytes - self.machine.calibration.fixed_bytes
+        return (1 - RESERVE) * self.machine.cluster.gpu.memory_bytes - self.machine.calibration.fixed_bytes
 
     def front(self, role: JobRole, gpus: int) -> list[Option]:
         """The role's options that are worth a look."""

@@ -1,8 +1,8 @@
 """Seconds and activation memory of a forward pass or an update of one Megatron role, and where the seconds go.
 
 An update of m micro-batches: every stage's time per micro-batch, the span of the pipeline schedule, then gradients to and
-parameters from the optimizer's shards, and the optimizer's step. The parts are added up: as it is set up here, Megatron overlaps
-few of them.
+parameters from the optimizer's shards, and the optimizer's step. The parts are added up: as it is set up here, Megatron
+overlaps few of them.
 """
 
 from collections import Counter

@@ -135,7 +135,8 @@ class Search:
                     causes = {cause: times * seconds for cause, seconds in found.causes.items()}
                     waiting = getattr(option, stage) - sum(causes.values())
                     causes |= {"host link": waiting} if stage == "experience" and option.offload else {}
-                    parts = (*static, Part(f"{option.role} activations", int(max(found.activations))), fixed)
+                    own = [Part(f"{option.role} weights", int(option.offloaded))] if option.offloaded else []
+                    parts = (*static, *own, Part(f"{option.role} activations", int(max(found.activations))), fixed)
                     yield Phase(phase_name(option.role, stage), stage, option.role, pool.gpus, causes, parts)
 
     def best(self, partition: tuple[tuple[str, ...], ...]) -> Placement:
@@ -230,10 +231,11 @@ class Search:
         machine, work, hf = self.machine, self.work, self.roles["actor"].hf
         total, calibration = machine.cluster.gpu.memory_bytes, machine.calibration
         resting = sum(option.resting for option in options)
-        utilization = floor(100 * min(MOST_OF_A_GPU, (total - resting - calibration.fixed_bytes) / total)) / 100
+        free = self.options.capacity - resting
+        utilization = floor(100 * min(MOST_OF_A_GPU, free / total)) / 100
         weights = self._itemsize * engine_elements(hf, tp)
         actor = next((option for option in options if option.role == "actor"), None)
-        if actor and weights + actor.weights + resting + calibration.fixed_bytes > total:
+        if actor and weights + actor.weights > free:
             return None  # when the weights arrive, the actor's are still there
         engines = gpus // tp
         task = EngineTask(
