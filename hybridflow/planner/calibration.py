@@ -25,8 +25,8 @@ class Calibration:
 
     `matrix`, `layer_seconds` and `optimizer` are fitted to the TP2 runs, and to them only, of a 7.6B model on two H200s that
     are in tests/planner/h200_updates.json; the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking,
-    resharding, eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`, `memory`, `network`, `host_link` and the
-    other ones of decoding are assumptions as yet.
+    resharding, eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`, `memory`, `network`,
+    `host_link` and the other ones of decoding are assumptions as yet.
     """
 
     matrix: float = 0.88  # share of bf16 peak of matrix products

@@ -149,10 +149,11 @@ def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, w
             continue
         task = forward_task(role, models[name], config.layout(name), config.dtype(name), work)
         found = forward_pass(machine, task)
-        causes = dict(found.causes)
+        causes, resting = dict(found.causes), ()
         if name not in config.trained_roles() and "params" in role.offload:
             causes["host link"] = _weights(task) / machine.calibration.host_link
-        parts = _with_activations(config, name, plan, found, fixed)
+            resting = (Part(f"{name} weights", int(_weights(task))),)
+        parts = (*resting, *_with_activations(config, name, plan, found, fixed))
         phases.append(Phase(phase_name(name, "experience"), "experience", name, task.layout.world_size, causes, parts))
     for name, role in config.trained_roles().items():
         task = update_task(role, models[name], config.layout(name), config.dtype(name), work)

@@ -56,6 +56,7 @@ class Option(NamedTuple):
     resting: float
     weights: float  # of the actor, which are there when the engine's arrive
     reshard: tuple[float, ...]  # of the actor, by the rollout TP of `Options.engine_sizes`
+    offloaded: float = 0.0  # weights that are on the GPU during the role's own calls only; in `extra`
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -168,7 +169,9 @@ class Options:
             yield option._replace(offload=True, experience=option.experience + 2 * option.resting / link, resting=0.0)
         else:
             seconds = option.experience + weights / link
-            yield option._replace(offload=True, experience=seconds, static=0.0, extra=option.static + option.extra, resting=0.0)
+            yield option._replace(
+                offload=True, experience=seconds, static=0.0, extra=option.static + option.extra, resting=0.0, offloaded=weights
+            )
 
     def _layouts(self, role: JobRole, gpus: int) -> Iterator[Layout]:
         hf, per_node = role.hf, self.machine.cluster.gpus_per_node
