@@ -79,7 +79,7 @@ class Calibration:
 
 
 # How far the fit trusts the coefficients that it starts from, against a run's error of 100%: what runs say nothing of stays.
-TRUST = 0.1
+TRUST = 0.03
 ROUNDS = 30
 
 
