@@ -47,7 +47,9 @@ def test_the_defaults_foretell_all_runs(h200_runs):
 
 def test_its_first_choice_is_the_best_measured(h200_runs):
     whole = [run for run in h200_runs if "without" not in run.name]
-    tokens = {run.name: int(run.name.split()[-3]) * float(run.name.split()[-1]) for run in whole if "recomputed" not in run.name}
+    tokens = {
+        run.name: int(run.name.split()[-3]) * float(run.name.split()[-1]) for run in whole if "recomputed" not in run.name
+    }
     measured = {run.name: tokens[run.name] / run.seconds for run in whole if run.name in tokens}
     chosen = max(tokens, key=lambda name: tokens[name] / next(r for r in whole if r.name == name).predict(Calibration()))
     assert measured[chosen] > 0.95 * max(measured.values())
