@@ -200,11 +200,12 @@ class Shown:
         self._console.print(text, markup=False)
 
     def table(self, title: str, columns: Sequence[str], phases: Sequence[Phase]) -> None:
-        """Phases, and below them what each GPU's memory is made of."""
+        """Phases, and below them what the memory of each stage's fullest one is made of."""
         self.rows(title, columns, [phase.row() for phase in phases])
-        for phase in phases:
-            if phase.parts:
-                self.line(f"  {phase.name}: {phase.memory()}")
+        stages = dict.fromkeys(phase.stage for phase in phases)
+        fullest = [max((p for p in phases if p.stage == stage), key=lambda phase: phase.nbytes) for stage in stages]
+        for phase in fullest:
+            self.line(f"  {phase.name}, GiB: {phase.memory()}")
 
     def rows(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if self._console.is_terminal:

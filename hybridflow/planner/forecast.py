@@ -4,7 +4,7 @@ The sizes of sequences are means that the caller gives or, without, the config's
 one another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.schema import Config, ConfigError, MegatronRoleConfig, TrainedConfig
@@ -16,6 +16,7 @@ from hybridflow.planner.passes import Causes, Machine, Micro, Pass, Task, forwar
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
 
+CACHE = "training's cache"
 MARGIN = 0.1  # of the GPU's memory: the forecast's own error. Beyond it a job is refused, within it warned of
 
 
@@ -143,7 +144,7 @@ def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, w
     plan = memory_plan(config, models, total)
     fixed = Part("fixed", int(machine.calibration.fixed_bytes))
     engine = engine_task(config, models["actor"], work, machine)
-    phases = [*_rollout(config, models, machine, engine, plan, fixed)]
+    phases, most = [], 0.0
     for name, role in config.megatron_roles().items():
         if name in ("actor", "critic") and not (name == "critic" or work.recomputes_log_probs):
             continue
@@ -159,8 +160,12 @@ def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, w
         task = update_task(role, models[name], config.layout(name), config.dtype(name), work)
         found = update_pass(machine, task)
         causes = {cause: work.updates * seconds for cause, seconds in found.causes.items()}
-        parts = _with_activations(config, name, plan, found, fixed)
+        parts, most = _with_activations(config, name, plan, found, fixed), max(most, *found.activations)
         phases.append(Phase(phase_name(name, "update"), "update", name, task.layout.world_size, causes, parts))
+    beside = [fixed]
+    if not any(role.offload or plan.releases[name].gradients for name, role in config.trained_roles().items()):
+        beside.append(Part(CACHE, int(most)))  # what torch keeps of the activations: nobody empties it before the engine wakes
+    phases = [*_rollout(config, models, machine, engine, plan, beside), *phases]
     tokens = work.samples * work.mean
     return Forecast(tuple(phases), total, engine.concurrency, engine.samples, tokens, config.world_size)
 
@@ -178,20 +183,25 @@ def check_forecast(found: Forecast) -> str:
     Raises:
         ConfigError: a phase needs more than the GPU has beyond that error.
     """
-    phase = found.fullest()
+    # what training alone lacks comes first: the engine would lack it as well where it inherits training's cache
+    phase = max(found.phases, key=lambda phase: (phase.stage != "rollout" and phase.nbytes > found.total, phase.nbytes))
     needed, have = phase.nbytes / GIB, found.total / GIB
     if needed <= have:
         return ""
     text = f"{phase.name} needs {needed:.1f} GiB on a GPU of {have:.1f} GiB: {phase.memory()}"
     if needed <= (1 + MARGIN) * have:
         return f"warning: {text}; within the forecast's error of {MARGIN:.0%}, it may run out of memory"
+    raise ConfigError(f"{text}: {_remedy(phase)}, or use more GPUs")
+
+
+def _remedy(phase: Phase) -> str:
     role = phase.role
-    remedy = f"lower roles.{role}.micro_batch_tokens, set roles.{role}.recompute=full"
+    if phase.stage == "update":
+        return f"lower roles.{role}.micro_batch_tokens, set roles.{role}.recompute=full, use a larger roles.{role}.tp or pp"
     if phase.stage == "experience":
-        remedy = f"lower roles.{role}.forward_micro_batch_tokens"
-    if phase.stage == "rollout":
-        remedy = "lower roles.rollout.gpu_memory_utilization"
-    raise ConfigError(f"{text}: {remedy}, use a larger roles.{role}.tp or pp, or more GPUs")
+        return f"lower roles.{role}.forward_micro_batch_tokens, use a larger roles.{role}.tp or pp"
+    lower = "lower roles.rollout.gpu_memory_utilization, use a larger roles.rollout.tp"
+    return f"add grads to roles.actor.offload, {lower}" if CACHE in dict(phase.parts) else lower
 
 
 def forward_task(role: MegatronRoleConfig, hf: HFConfig, layout: Layout, dtype: str, work: Workload) -> Task:
@@ -245,7 +255,12 @@ def engine_task(config: Config, hf: HFConfig, work: Workload, machine: Machine) 
 
 
 def _rollout(
-    config: Config, models: Mapping[str, HFConfig], machine: Machine, engine: EngineTask, plan: MemoryPlan, fixed: Part
+    config: Config,
+    models: Mapping[str, HFConfig],
+    machine: Machine,
+    engine: EngineTask,
+    plan: MemoryPlan,
+    beside: Sequence[Part],
 ) -> list[Phase]:
     role, layout = config.roles.rollout, config.layout("actor")
     hf, calibration, itemsize = models["actor"], machine.calibration, ITEMSIZE[config.dtype("rollout")]
@@ -261,8 +276,8 @@ def _rollout(
         around["host link"] = 2 * states / calibration.host_link
     gpus = config.layout("rollout").world_size
     return [
-        Phase("reshard", "rollout", "rollout", gpus, around, (*plan.stages["reshard"], fixed)),
-        Phase("rollout", "rollout", "rollout", gpus, rollout(machine, engine), (*plan.stages["rollout"], fixed)),
+        Phase("reshard", "rollout", "rollout", gpus, around, (*plan.stages["reshard"], *beside)),
+        Phase("rollout", "rollout", "rollout", gpus, rollout(machine, engine), (*plan.stages["rollout"], *beside)),
     ]
 
 

@@ -68,6 +68,7 @@ def _configure(role: MegatronRoleConfig, option: Option, ranks: Any) -> None:
     role.offload = []
     if isinstance(role, TrainedConfig):
         role.micro_batch_tokens, role.release_weights = option.update_tokens, "auto"
-        role.offload = ["optimizer"] if option.offload else []
+        # with anything to offload, training's cache of activations goes to the engine as well
+        role.offload = ["grads", "optimizer"] if option.offload else ["grads"]
     elif option.offload:
         role.offload = ["params"]

@@ -48,7 +48,7 @@ def test_a_forecast_a_search_and_a_config_that_can_run(path, tmp_path, capsys):
     configured, searched, best = (out.index(text) for text in ("as configured: ", "4 placements of 2 roles", "the best: "))
     assert configured < searched < best
     assert re.search(r"\n  update +actor +4 +[\d.]+ +[\d.]+ +matrix products \d+%, ", out)
-    assert "update: actor weights 7.1 + actor gradients 14.2 + actor optimizer 21.3 + actor activations" in out
+    assert "update, GiB: actor weights 7.1 + actor gradients 14.2 + actor optimizer 21.3 + actor activations" in out
     assert " while others wait: " in out
     assert not (tmp_path / "run").exists()
     chosen = load(written)
