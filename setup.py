@@ -25,6 +25,7 @@ setup(
         "megatron-core>=0.16,<0.20",
         "transformers>=5.16",
         "accelerate",
+        "aiohttp",
         "gguf",
         "matplotlib",
         "numpy",

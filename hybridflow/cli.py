@@ -127,8 +127,10 @@ def inside_torchrun() -> bool:
 def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
+    from hybridflow.controller.placement import place
 
     models = check(config)
+    print(place(config).render(), flush=True)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
     return models
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,28 +18,27 @@ if TYPE_CHECKING:
 
 def run_rank(config: Config) -> None:
     """This rank's part, from joining the world to leaving it. A fault on any rank ends all of them (status 1)."""
-    from hybridflow.controller.torchrun import TorchrunTransport, faults_end_rank, init_world, leave_world
-    from hybridflow.controller.waiting import waiting
-    from hybridflow.controller.worker import Worker
-    from hybridflow.roles.registry import build_roles
+    from hybridflow.controller.process import Process
+    from hybridflow.controller.torchrun import TorchrunTransport, faults_end_rank, job_store
 
-    with faults_end_rank(lambda: "joining the world"):
-        init_world()
-        transport = TorchrunTransport()
-    first = transport.rank == 0  # the others wait for the same, and need not say so too
-    speaking = waiting("the roles to be built (engine start, model load)") if first else contextlib.nullcontext()
-    with faults_end_rank(lambda: "building the roles (engine start, model load)"), speaking:
-        worker = Worker(transport.rank, build_roles(config))
-    transport.attach(worker)
-    if first:
-        with faults_end_rank(lambda: f"the driver ({transport.phase() or 'start'})"):
+    rank = int(os.environ["RANK"])
+    with faults_end_rank(rank, lambda: "joining the job"):
+        store, rank, world_size = job_store()
+        process = Process(config, rank, store, int(os.environ["LOCAL_RANK"]))
+        process.join()
+        transport = TorchrunTransport(store, rank, world_size)
+        process.build()
+        transport.meet("to build their roles")
+    transport.attach(process)
+    if rank == 0:
+        with faults_end_rank(rank, lambda: f"the driver ({transport.phase() or 'start'})"):
             drive(config, transport)
             transport.close()
     else:
         transport.serve()
-    with faults_end_rank(lambda: "leaving the world"):
-        worker.close()
-        leave_world()
+    with faults_end_rank(rank, lambda: "leaving the job"):
+        process.close()
+        transport.meet("to leave")  # rank 0 may be the one that holds the store, which the others need until then
 
 
 def drive(config: Config, transport: "TorchrunTransport") -> None:
@@ -48,8 +48,7 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
     from hybridflow.data.sources import open_source
     from hybridflow.data.text import Text
     from hybridflow.metrics.recorder import Recorder
-    from hybridflow.rewards.pool import open_scorer
-    from hybridflow.rewards.scorers import ScorerSpec
+    from hybridflow.rewards.scoring import open_scoring
     from hybridflow.roles.registry import handles
 
     text = Text(config.model_path("actor"))
@@ -60,10 +59,13 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
         config.evaluation.problems,
         config.warm_start.correct_fraction,
     )
-    spec = ScorerSpec(config.reward.kind, config.reward.function, config.data.task, dict(config.data.options))
-    opened = open_scorer(spec, config.reward.concurrency, config.reward.timeout)
-    with contextlib.closing(opened) as scorer, Recorder(config.run.dir, config) as recorder:
-        run = Run(config, handles(config, transport), text, source, scorer, recorder)
+    roles = handles(config, transport)
+    with contextlib.ExitStack() as opened:
+        scorings = [
+            opened.enter_context(contextlib.closing(open_scoring(name, config, roles, text))) for name in config.scores()
+        ]
+        recorder = opened.enter_context(Recorder(config.run.dir, config))
+        run = Run(config, roles, text, source, scorings, recorder)
         transport.phase = run.where
         train(run, make_algorithm(run))
 

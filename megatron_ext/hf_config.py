@@ -15,8 +15,13 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
 }
-# A value model's folder: transformers' token classification with one label.
-_WITH_HEAD = {name.replace("ForCausalLM", "ForTokenClassification"): name for name in ARCHITECTURES}
+# Whose folders have a head of one number, as transformers calls them: the head's kind and the language model's name.
+_WITH_HEAD = {
+    name.replace("ForCausalLM", kind): (head, name)
+    for head, kind in (("value", "ForTokenClassification"), ("score", "ForSequenceClassification"))
+    for name in ARCHITECTURES
+}
+Head = Literal["lm", "value", "score"]
 # What a layer's router and each expert's gate, up and down projection are called in the checkpoint.
 _MOE_NAMES = {
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
@@ -70,7 +75,8 @@ class HFConfig:
     """A decoder of the Llama, Qwen2 or Qwen3 family, or one whose every layer has experts (Qwen3-MoE, Mixtral).
 
     `head`: what stands on the last layer. `lm`: the output layer over the vocabulary; `value`: one number per token, where a
-    folder of a language model lends all the rest (`head_stored` False: the head is a new one).
+    folder of a language model lends all the rest (`head_stored` False: the head is a new one); `score`: one number per
+    sequence, said at its last token, of a trained classifier with one label.
     """
 
     family: str
@@ -92,8 +98,9 @@ class HFConfig:
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # of one expert
     norm_topk_prob: bool = True  # the weights of the chosen experts add up to 1
-    head: Literal["lm", "value"] = "lm"
+    head: Head = "lm"
     head_stored: bool = True  # the folder holds the head's weights
+    pad_token: int | None = None  # of a model that scores: it passes over those at a sequence's end
 
     @property
     def is_moe(self) -> bool:
@@ -103,6 +110,30 @@ class HFConfig:
     def value_architecture(self) -> str:
         """What transformers calls a model of this family with a value head."""
         return self.architecture.replace("ForCausalLM", "ForTokenClassification")
+
+    @property
+    def attention_size(self) -> int:
+        """Of all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer that multiply each token: of experts those that it goes to, and the router."""
+        mlp = 3 * self.intermediate_size
+        if self.is_moe:
+            mlp = 3 * self.moe_intermediate_size * self.experts_per_token + self.num_experts
+        return self.hidden_size * (2 * self.attention_size + 2 * self.num_kv_heads * self.head_dim + mlp)
+
+    @property
+    def output_weights(self) -> int:
+        """Those of the output layer; a look-up in the embedding multiplies nothing."""
+        return self.hidden_size * (self.vocab_size if self.head == "lm" else 1)
+
+    @property
+    def attention_cost(self) -> float:
+        """Causal attention's operations over a sequence of l tokens are l^2 times this, in units of what a layer's matrices
+        take for a token: 2 l^2 A for scores and values, half of 4 l^2 A since what is masked is not computed, over 2 N."""
+        return self.attention_size / self.layer_weights
 
     def router_name(self, layer: int) -> str:
         """The HF tensor [num_experts, hidden_size] that scores the experts; of a model with experts only."""
@@ -114,9 +145,15 @@ class HFConfig:
         gate, up, down = (f"model.layers.{layer}.{experts}.{expert}.{name}.weight" for name in projections)
         return gate, up, down
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a head of one number adds one."""
+        return self.head == "value"
+
     @classmethod
-    def from_folder(cls, folder: str | Path, head: Literal["lm", "value"] = "lm") -> "HFConfig":
-        """Read `folder/config.json`, of a language model; with `head="value"` also of a value model.
+    def from_folder(cls, folder: str | Path, head: Head = "lm") -> "HFConfig":
+        """Read `folder/config.json`, of a language model; with `head="value"` also of a value model (token classification with
+        one label), with `head="score"` of a reward or cost model (sequence classification with one label).
 
         Raises:
             UnsupportedModel: the folder or file is missing, or a field's value isn't supported.
@@ -134,7 +171,7 @@ class HFConfig:
         return cls.from_dict(fields, str(path), head)
 
     @classmethod
-    def from_dict(cls, fields: dict, where: str = "config.json", head: Literal["lm", "value"] = "lm") -> "HFConfig":
+    def from_dict(cls, fields: dict, where: str = "config.json", head: Head = "lm") -> "HFConfig":
         architecture, head_stored = _architecture(fields, where, head)
         family = ARCHITECTURES[architecture]
         _refuse(fields, where, family)
@@ -158,6 +195,7 @@ class HFConfig:
                 qk_norm=family in ("qwen3", "qwen3_moe"),
                 head=head,
                 head_stored=head_stored,
+                pad_token=fields.get("pad_token_id") if head == "score" else None,
                 **_experts(fields, where, family),
             )
         except KeyError as error:
@@ -167,15 +205,19 @@ class HFConfig:
 def _architecture(fields: dict, where: str, head: str) -> tuple[str, bool]:
     """The language model's architecture, and whether the folder has the weights of the head that is asked for."""
     name = (fields.get("architectures") or ["(none)"])[0]
-    if name in ARCHITECTURES:
+    if name in ARCHITECTURES and head != "score":
         return name, head == "lm"
-    if name not in _WITH_HEAD or head == "lm":
-        usable = [*ARCHITECTURES, *(_WITH_HEAD if head == "value" else ())]
+    if _WITH_HEAD.get(name, ("", ""))[0] != head:
+        usable = [
+            *(ARCHITECTURES if head != "score" else ()),
+            *(name for name, (kind, _) in _WITH_HEAD.items() if kind == head),
+        ]
         raise UnsupportedModel(f"{where}: architecture {name} is not supported: use one of {', '.join(usable)}")
     labels = len(fields.get("id2label") or ("LABEL_0", "LABEL_1"))  # transformers' default
     if labels != 1:
-        raise UnsupportedModel(f"{where}: {name} with {labels} labels is not a value model, which has 1 (id2label)")
-    return _WITH_HEAD[name], True
+        kind = "value" if head == "value" else "reward"
+        raise UnsupportedModel(f"{where}: {name} with {labels} labels is not a {kind} model, which has 1 (id2label)")
+    return _WITH_HEAD[name][1], True
 
 
 def _experts(fields: dict, where: str, family: str) -> dict[str, object]:

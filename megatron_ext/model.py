@@ -73,14 +73,19 @@ def transformer_config(
         fields |= _experts(hf, layout)
         if recompute == "mlp":
             fields["recompute_modules"] = ["moe"]
-    return TransformerConfig(**{**fields, **overrides})
+    merged = {**fields, **overrides}
+    # Upstream gives an output's memory back while an overlapped send may still read it (0.16 .. 0.19): it holds the tensor,
+    # not its storage. Transfers that are waited for can't have that
+    merged["deallocate_pipeline_outputs"] = not merged["overlap_p2p_comm"]
+    merged["batch_p2p_comm"] = torch.cuda.is_available() and not merged["overlap_p2p_comm"]
+    return TransformerConfig(**merged)
 
 
 def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: str | None = None) -> list[GPTModel]:
     """This rank's chunks, first to last, randomly initialised on the device; call it inside `ParallelState.current()`.
 
     The vocabulary is padded to a multiple of 64 x tp; the padding's rows never get a gradient (log_probs.py leaves them out).
-    A value head starts at zero.
+    A head of one number starts at zero.
 
     Raises:
         RuntimeError: Megatron numbered the layers otherwise than the layout does.
@@ -103,8 +108,8 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
             rotary_base=hf.rope_theta,
             vp_stage=index if layout.vpp > 1 else None,
         )
-        if hf.head == "value" and chunk.post_process:
-            chunk.output_layer = ValueHead(config)  # instead of Megatron's over the vocabulary
+        if hf.head != "lm" and chunk.post_process:
+            chunk.output_layer = ValueHead(config, hf.has_bias)  # instead of Megatron's over the vocabulary
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.true_vocab_size = hf.vocab_size  # what step.py masks by
         chunks.append(chunk.to(device=device.current(), dtype=config.params_dtype))
@@ -117,17 +122,18 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
 class ValueHead(torch.nn.Module):
     """One number for each token in place of the output layer: whole on every tensor-parallel rank, computed in fp32."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, bias: bool):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
-        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)) if bias else None)
         self._gathers = config.sequence_parallel
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # each rank sees its tokens only: gradients are summed
 
     def forward(self, hidden: Tensor, **_) -> tuple[Tensor, None]:
         """[T, 1, hidden] (T / tp under sequence parallelism) -> [T, 1, 1] float32, as Megatron calls its output layer."""
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        bias = None if self.bias is None else self.bias.float()
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)
         if self._gathers:  # all ranks go on with all values: each takes its own tokens' part of the gradient
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
@@ -208,9 +214,7 @@ def _parallelism(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> dict[str, 
         # the mean over tokens is right for any split over micro-batches and data-parallel ranks only when taken at the end
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,  # micro-batches are padded to one length: no shape exchange per transfer
-        "deallocate_pipeline_outputs": True,
-        "overlap_p2p_comm": interleaved and torch.cuda.is_available(),
-        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
+        "overlap_p2p_comm": interleaved,  # 1F1B has nothing to overlap them with
     }
 
 

@@ -59,6 +59,10 @@ class MicroBatch:
         moved[torch.tensor([0, *accumulate(self.lengths[:-1])], device=values.device)] = 0
         return list(moved.split(self.lengths))
 
+    def last(self, values: Tensor) -> list[Tensor]:
+        """Of `values` [T], aligned with tokens, those at the last token of every sequence, [1] each."""
+        return [values[end - 1 : end] for end in accumulate(self.lengths)]
+
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
 ValueLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -102,15 +106,12 @@ def pack(sequences: Sequence[Mapping[str, Tensor]], length: int, on: torch.devic
 def fill_up(micro_batches: Sequence[MicroBatch], layout: Layout, count: int = 0) -> list[MicroBatch]:
     """`micro_batches`, followed by as many fill-ups as make them `count` at least and a number that the schedule takes.
 
-    The interleaved schedule takes multiples of the number of stages. The number must be equal on all data-parallel ranks,
-    so pass the largest of theirs as `count`. A fill-up holds one real sequence, so that it runs like any other micro-batch.
+    The number must be equal on all data-parallel ranks, so pass the largest of theirs as `count`. A fill-up holds one real
+    sequence, so that it runs like any other micro-batch.
     """
     if not micro_batches:
         raise ValueError("a data-parallel rank without a micro-batch cannot fill up the schedule: give each one sequence")
-    needed = max(len(micro_batches), count)
-    if layout.vpp > 1:
-        needed = -(-needed // layout.pp) * layout.pp
-    missing = needed - len(micro_batches)
+    missing = layout.schedulable(max(len(micro_batches), count)) - len(micro_batches)
     return [*micro_batches, *[_filler(micro_batches[0])] * missing]
 
 
@@ -135,8 +136,21 @@ def forward_values(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Mi
     return _forward(chunks, micro_batches, ("values",), _values)
 
 
+def forward_scores(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]] | None:
+    """Scores of all sequences of a model with a head of one number, without gradients.
+
+    Returns:
+        As `forward`: `scores` [1] for each sequence, what the head says at its last token.
+    """
+    return _forward(chunks, micro_batches, ("scores",), _values, MicroBatch.last)
+
+
 def _forward(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], names: Sequence[str], outputs: Outputs
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    names: Sequence[str],
+    outputs: Outputs,
+    rows_of: Callable[[MicroBatch, Tensor], list[Tensor]] = MicroBatch.rows,
 ) -> list[dict[str, Tensor]] | None:
     def keep(*columns_and_micro_batch):
         *columns, micro_batch = columns_and_micro_batch
@@ -154,7 +168,7 @@ def _forward(
         return None
     rows = []
     for micro_batch, *values in kept:
-        columns = (micro_batch.rows(value.cpu()) for value in values)
+        columns = (rows_of(micro_batch, value.cpu()) for value in values)
         rows += [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     return rows
 

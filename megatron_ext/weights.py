@@ -46,8 +46,8 @@ class WeightsError(ValueError):
 
 @functools.cache
 def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the HF checkpoint, in the model's order, a tied output layer not among them, a value head's among them,
-    stored or not. Cached: don't change it."""
+    """Every tensor of the HF checkpoint, in the model's order, a tied output layer not among them, that of a head
+    of one number among them, stored or not. Cached: don't change it."""
     hidden, queries, keys = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hidden)}
     for layer in range(hf.num_layers):
@@ -67,8 +67,8 @@ def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
             shapes[down] = (hidden, inner)
         shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
-    if hf.head == "value":
-        shapes |= {"score.weight": (1, hidden), "score.bias": (1,)}
+    if hf.head != "lm":
+        shapes |= {"score.weight": (1, hidden)} | ({"score.bias": (1,)} if hf.has_bias else {})
     elif not hf.tied:
         shapes["lm_head.weight"] = (hf.vocab_size, hidden)
     return shapes
@@ -132,8 +132,9 @@ def _tiles(hf: HFConfig, place: _Place, spec: str) -> TileMap:
         tiles |= _layer(hf, layer, place, spec)
     if place.last:
         tiles["decoder.final_layernorm.weight"] = [_whole("model.norm.weight", hf_shapes(hf))]
-        if hf.head == "value":
-            tiles |= {f"{_HEAD}{kind}": [_whole(f"score.{kind}", hf_shapes(hf))] for kind in ("weight", "bias")}
+        if hf.head != "lm":
+            kinds = ("weight", "bias") if hf.has_bias else ("weight",)
+            tiles |= {f"{_HEAD}{kind}": [_whole(f"score.{kind}", hf_shapes(hf))] for kind in kinds}
         elif not hf.tied:
             tiles["output_layer.weight"] = _vocabulary(hf, tp, tp_rank, "lm_head.weight")
         elif not place.first:

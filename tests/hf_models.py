@@ -64,6 +64,25 @@ def make(folder: Path, family: str, tied: bool, vocab_size: int = 131, seed: int
     return folder
 
 
+def make_classifier(
+    folder: Path, family: str, seed: int = 0, pad: int | None = None, vocab_size: int = 131, labels: int = 1, **changes
+) -> Path:
+    """Write a sequence classifier's folder by transformers itself, every weight random."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    fields = config(family, False, vocab_size, **changes)
+    fields.pop("architectures")
+    model_config = AutoConfig.for_model(**fields, num_labels=labels, pad_token_id=pad)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(model_config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2).add_(1.0 if parameter.dim() == 1 else 0.0)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"note": "not read here"}))
+    return folder
+
+
 def state(folder: Path) -> dict[str, Tensor]:
     """The checkpoint as safetensors has it."""
     from safetensors.torch import load_file

@@ -1,5 +1,7 @@
 """The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host, and a killed rank."""
 
+import collections
+import itertools
 import json
 import math
 import os
@@ -26,7 +28,7 @@ OTHER = [
     *("roles.rollout.tp=1", "roles.reference={tp: 2, pp: 1}", "algorithm.kl_coefficient=0.1", "algorithm.epochs=2"),
     *("algorithm.loss_level=sequence", "algorithm.normalize_advantages=false", "batch.prompts=5"),
     *("batch.samples_per_prompt=3", "batch.mini_batches=2", "warm_start.steps=2", "run.steps=2", "evaluation.problems=3"),
-    *("resharding.bucket_mb=1", "resharding.verify_every=1", "sampling.temperature=1.0"),
+    *("resharding.bucket_mb=1", "resharding.verify_every=1", "sampling.temperature=1.0", "run.profile=true"),
 ]
 
 
@@ -144,6 +146,32 @@ def test_a_job_with_data_parallel_ranks_a_reference_and_several_epochs(jobs):
     # the reference is a copy of the policy before the first step: their first difference comes with the second update
     assert steps[0]["actor/kl_reference"] < 0.05
     assert len([row for row in rows(run / "samples.jsonl") if row["kind"] == "train"]) == 2 * 15
+
+
+def test_the_timeline_of_a_step(jobs):
+    run, _ = jobs["other"]
+    assert not (jobs["quick"][0] / "timeline").exists()
+    assert len(list((run / "timeline").iterdir())) == 2
+    for step in (1, 2):
+        events = json.loads((run / "timeline" / f"step-{step}.json").read_text())["traceEvents"]
+        rows = collections.defaultdict(list)
+        for event in events:
+            if event["ph"] == "X":
+                rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        phases = rows.pop((0, 0))
+        assert sorted(rows) == [(row, rank) for row in (1, 2, 3) for rank in range(4)]  # and two pipelines
+        rows = {row: spans for row, spans in rows.items() if row[0] == 1}
+        assert all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(sorted(phases)))
+        assert {"rollout", "reshard", "reference", "log_probs", "update"} <= {name for _, _, name in phases}
+        for calls in rows.values():
+            roles, methods = calls[::2], calls[1::2]  # a call's role, and the method within it
+            assert {name for _, _, name in roles} == {"actor", "reference", "rollout"}
+            assert [span[:2] for span in roles] == [span[:2] for span in methods]
+            assert all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(roles))  # as they were run, one by one
+            assert [name for _, _, name in methods].count("update") == 2 * 2
+            at_work = sum(end - start for start, end, _ in roles)
+            within = sum(max(min(end, b) - max(start, a), 0) for start, end, _ in roles for a, b, _ in phases)
+            assert within > 0.95 * at_work, (within, at_work)
 
 
 def test_a_run_that_is_there_is_not_overwritten(jobs, model):

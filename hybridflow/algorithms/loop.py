@@ -7,6 +7,7 @@ from hybridflow.algorithms.grpo import GRPO
 from hybridflow.algorithms.ppo import PPO
 from hybridflow.algorithms.remax import ReMax
 from hybridflow.algorithms.run import Run
+from hybridflow.algorithms.safe_rlhf import SafeRLHF
 from hybridflow.algorithms.sft import warm_start
 from hybridflow.config.own_class import load_class
 from hybridflow.config.schema import ALGORITHM_METHODS
@@ -17,7 +18,7 @@ class Algorithm(Protocol):
     """What an algorithm implements over the verbs of a `Run`, with which it is made.
 
     One of your own is `algorithm.name: package.module:Class`, found in the working directory or where Python finds packages;
-    a critic or a reference is there when `roles` has one.
+    critics, a reference, costs are there when the config has them.
     """
 
     def prepare(self) -> None:
@@ -27,7 +28,7 @@ class Algorithm(Protocol):
         """One step; it measures itself into `run.metrics` through the verbs."""
 
 
-_BUILT_IN = {"grpo": GRPO, "ppo": PPO, "remax": ReMax}
+_BUILT_IN = {"grpo": GRPO, "ppo": PPO, "remax": ReMax, "safe_rlhf": SafeRLHF}
 
 
 def make_algorithm(run: Run) -> Algorithm:

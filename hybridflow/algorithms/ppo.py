@@ -5,9 +5,12 @@ generalized advantage estimation (Schulman et al. 2016); the critic learns the r
 clipped objective. The KL penalty against the reference is in the tokens' rewards or in the policy's loss.
 """
 
+from torch import Tensor
+
 from hybridflow.algorithms.advantages import explained_variance, generalized_advantages, whiten
 from hybridflow.algorithms.objectives import ValueObjective
-from hybridflow.algorithms.run import Run
+from hybridflow.algorithms.run import CRITICS, Run
+from hybridflow.batch import Batch
 from hybridflow.data.problems import Problem
 
 
@@ -20,15 +23,30 @@ class PPO:
         self.run.start_value_training()
 
     def step(self, problems: list[Problem]) -> None:
-        run, settings = self.run, self.run.config.algorithm
+        samples = self.sample(problems)
+        advantages, returns = self.estimate(samples, self.run.token_rewards(samples), "critic")
+        self.improve(samples, advantages, returns=returns)
+
+    def sample(self, problems: list[Problem]) -> Batch:
+        """Responses with their scores, log-probs and values."""
+        run = self.run
         samples = run.generate(problems, run.config.batch.samples_per_prompt)
-        samples = run.add_values(run.add_log_probs(run.score(problems, samples)))
-        values, mask = samples.values("values"), samples.values("loss_mask")
+        return run.assess(problems, samples)
+
+    def estimate(self, samples: Batch, rewards: Tensor, critic: str) -> tuple[Tensor, Tensor]:
+        """Advantages and returns [T] of the tokens' rewards [T] (or costs), which `critic` has said its values of."""
+        settings = self.run.config.algorithm
+        values, mask = samples.values(CRITICS[critic].values), samples.values("loss_mask")
         advantages, returns = generalized_advantages(
-            run.token_rewards(samples), values, mask, samples.segments(), settings.gamma, settings.gae_lambda
+            rewards, values, mask, samples.segments(), settings.gamma, settings.gae_lambda
         )
-        run.metrics["critic/explained_variance"] = explained_variance(values, returns, mask)
-        if settings.normalize_advantages:
-            advantages = whiten(advantages, mask)
-        samples = samples.with_values(advantages=advantages, returns=returns)
+        self.run.metrics[f"{critic}/explained_variance"] = explained_variance(values, returns, mask)
+        return advantages, returns
+
+    def improve(self, samples: Batch, advantages: Tensor, **returns: Tensor) -> None:
+        """The step's updates of the policy and of the critics, who learn the returns [T]."""
+        run = self.run
+        if run.config.algorithm.normalize_advantages:
+            advantages = whiten(advantages, samples.values("loss_mask"))
+        samples = samples.with_values(advantages=advantages, **returns)
         run.improve(samples, run.policy_objective(), self.value_objective)

@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +18,31 @@ from hybridflow.algorithms.losses import means, token_kl
 from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.controller.handle import RoleHandle
+from hybridflow.controller.handle import Future, RoleHandle
 from hybridflow.data.problems import Problem, Source
+from hybridflow.data.rollouts import load_rollout, save_rollouts
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
-from hybridflow.rewards.pool import DirectScorer, ScorerPool
+from hybridflow.metrics.timeline import Timeline
+from hybridflow.rewards.samples import Sample, samples_of
+from hybridflow.rewards.scoring import Scored, Scoring
 from hybridflow.rollout.engine import Sampling
+from megatron_ext.intervals import Pass, bubble
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
+Finish = Callable[[Batch], Batch]  # waits for what was started, and adds it to the samples
+
+
+class CriticFields(NamedTuple):
+    """A critic's fields of a step's samples."""
+
+    values: str
+    returns: str
+
+
+CRITICS = {"critic": CriticFields("values", "returns"), "cost_critic": CriticFields("cost_values", "cost_returns")}
 _OF_THE_STEP = ("grad_norm", "lr", "skipped")  # what an update reports once, the same on every rank; the rest are sums
 
 
@@ -38,26 +56,35 @@ class Run:
 
     Attributes:
         actor, rollout, reference, critic: role handles; reference and critic are None where the config has none.
+        critics: the critics by name: critic, and cost_critic where there are costs.
+        scorings: where rewards and, after them, costs come from.
         step_index: 0 before the first step (warm start, first evaluation), then 1, 2, ...
         position: in the source's order of problems.
         kl: the coefficient of the KL penalty.
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
+        passes: under run.profile the pipeline schedules of the step that was finished last, by role.
     """
 
     def __init__(
-        self, config: Config, roles: Roles, text: Text, source: Source, scorer: DirectScorer | ScorerPool, recorder: Recorder
+        self, config: Config, roles: Roles, text: Text, source: Source, scorings: Sequence[Scoring], recorder: Recorder
     ):
-        self.config, self.text, self.source, self.scorer, self.recorder = config, text, source, scorer, recorder
+        self.config, self.text, self.source, self.scorings, self.recorder = config, text, source, scorings, recorder
         self.actor, self.rollout = roles["actor"], roles["rollout"]
         self.reference, self.critic, self.worker = roles.get("reference"), roles.get("critic"), roles["worker"]
+        self.critics = {name: roles[name] for name in CRITICS if name in roles}
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
+        self.courier = self.worker.courier
         self.throughput = Throughput(config)
+        self._timeline = Timeline(recorder.folder, self.worker) if config.run.profile else None
         self.step_index = self.position = 0
+        self._samplings: list[Batch] | None = None  # of the step, in their order; None outside of a step
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
-        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
+        self.passes: dict[str, list[Pass]] = {}
+        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], **{name: [] for name in self.critics}}
+        self._scored = {scoring.name: Counter() for scoring in scorings}
 
     def where(self) -> str:
         """What the run is at, for messages."""
@@ -95,11 +122,10 @@ class Run:
         with self.recorder.phase("sleep"):
             self.rollout.sleep().result()
         with self.recorder.phase("restore"):
-            for role in self._trained():
-                role.restore().result()
+            _wait_for([role.restore() for role in self._trained()])
 
     def _trained(self) -> list[RoleHandle]:
-        return [self.actor] if self.critic is None else [self.actor, self.critic]
+        return [self.actor, *self.critics.values()]
 
     def generate(self, problems: list[Problem], samples_per_prompt: int, greedy: bool = False) -> Batch:
         """`sample` in a rollout of its own."""
@@ -114,23 +140,32 @@ class Run:
         prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
         seed = config.run.seed * 1_000_003 + self.step_index
         with self.recorder.phase("rollout"):
-            samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
-        samples = samples.with_fields(prompt_index=index)
+            samples = self._replayed(prompts)
+            if samples is None:
+                samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
+        if self._samplings is not None:
+            self._samplings.append(samples)
+        samples = samples.with_fields(prompt_index=index).keep()
         if not greedy:
             self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
             self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
             self.throughput.rollout(samples)
         return samples
 
+    def _replayed(self, prompts: Batch) -> Batch | None:
+        """The responses of the run that this one replays; None where it generates its own, as evaluations always do."""
+        if not self.config.run.replay or self._samplings is None:
+            return None
+        return load_rollout(Path(self.config.run.replay), self.step_index, len(self._samplings), prompts)
+
     def _wake(self) -> None:
         """In the order that needs the least memory: what the resharding does not read goes first, the KV cache comes last."""
         every = self.config.resharding.verify_every
         verify = self.step_index % every == 0 if every else self.step_index <= 1
         with self.recorder.phase("release"):
-            for role in self._trained():
-                role.make_room().result()
-            if self.critic is not None:  # the engine has no use for its weights
-                self.critic.release_weights().result()
+            leaving = [role.make_room() for role in self._trained()]
+            leaving += [critic.release_weights() for critic in self.critics.values()]  # the engine has no use for their weights
+            _wait_for(leaving)
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
@@ -154,56 +189,104 @@ class Run:
             greedy=greedy,
         )
 
+    # --- what is known of the samples before their advantages
+
+    def assess(self, problems: list[Problem], samples: Batch) -> Batch:
+        """`score`, `add_log_probs` and, where there are critics, `add_values`. All of it is started before any of it is waited
+        for: the scorers work beside the roles, and roles on ranks of their own beside each other."""
+        scored = self._start_scoring(problems, samples)
+        for finish in (*self._start_log_probs(samples), *self._start_values(samples), scored):
+            samples = finish(samples)
+        return samples
+
+    def _start(self, phase: str, call: Callable[[Batch], Future], samples: Batch, **names: str) -> Finish:
+        """Begin a role's call on the tokens; the columns of its answer come under new `names`."""
+        with self.recorder.phase(phase):
+            pending = call(samples.only("tokens", "loss_mask"))
+
+        def finish(samples: Batch) -> Batch:
+            found = self._result(phase, pending)
+            return samples.with_fields(**{name: found[column] for name, column in names.items()})
+
+        return finish
+
+    def _result(self, phase: str, pending: Future) -> Any:
+        """Of a call that others may have run beside or before: the phase takes what the call's ranks were at it themselves."""
+        with self.recorder.phase(phase) as measured:
+            found = pending.result()
+            measured.seconds = pending.seconds
+        return found
+
     # --- rewards
 
     def score(self, problems: list[Problem], samples: Batch) -> Batch:
-        """Add `rewards` [N] and write the samples down."""
-        with self.recorder.phase("reward"):
-            rewards, responses = self._score(problems, samples)
-        self.metrics["reward/mean"] = rewards.mean().item()
-        self.recorder.samples(self._rows("train", problems, samples, responses, rewards))
-        return samples.with_fields(rewards=rewards)
+        """Add `rewards` [N], where the config has costs also `costs` [N], and write the samples down."""
+        return self._start_scoring(problems, samples)(samples)
 
-    def score_baseline(self, problems: list[Problem], samples: Batch) -> Tensor:
-        """Rewards [N] of responses that the samples are compared with; nothing is trained on them."""
-        with self.recorder.phase("reward"):
-            rewards, _ = self._score(problems, samples)
-        self.metrics["reward/baseline_mean"] = rewards.mean().item()
-        return rewards
+    def _start_scoring(self, problems: list[Problem], samples: Batch) -> Finish:
+        asked = samples_of(problems, samples, self.text)
+        pending = {f"{scoring.name}s": self._start_score(scoring, asked) for scoring in self.scorings}
 
-    def _score(self, problems: list[Problem], samples: Batch) -> tuple[Tensor, list[str]]:
-        """Rewards [N] float32 and the responses as text. Where the scorer fails or is too slow the reward is 0, and counted."""
-        rows = zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True)
-        responses = [self.text.decode(tokens[mask].tolist()) for tokens, mask in rows]
-        asked = [problems[i] for i in samples["prompt_index"].tolist()]
-        pairs = zip(asked, responses, strict=True)
-        scores = self.scorer.score([(p.question, response, p.answer, p.metadata) for p, response in pairs])
-        for name, count in (("reward/failed", scores.failed), ("reward/timed_out", scores.timed_out)):
-            self.metrics[name] = self.metrics.get(name, 0) + count
-        if scores.first_failure:
-            self.recorder.line(f"warning: {scores.failed + scores.timed_out} rewards are 0: {scores.first_failure}")
-        return torch.tensor(scores.rewards, dtype=torch.float32), responses
+        def finish(samples: Batch) -> Batch:
+            found = {name: wait() for name, wait in pending.items()}
+            for scored in found.values():
+                self.metrics |= scored.metrics
+            totals = {name: scored.total for name, scored in found.items()}
+            self.recorder.samples(self._rows("train", asked, samples, totals))
+            return samples.with_fields(**totals)
 
-    def _rows(self, kind: str, problems: list[Problem], samples: Batch, responses: list[str], rewards: Tensor) -> list[dict]:
+        return finish
+
+    def start_baseline(self, problems: list[Problem], samples: Batch) -> Callable[[], Tensor]:
+        """Begin to score responses that the samples are compared with; nothing is trained on them. What is returned waits for
+        the rewards [N]."""
+        wait = self._start_score(self.scorings[0], samples_of(problems, samples, self.text))
+
+        def finish() -> Tensor:
+            rewards = wait().total
+            self.metrics["reward/baseline_mean"] = rewards.mean().item()
+            return rewards
+
+        return finish
+
+    def _start_score(self, scoring: Scoring, asked: list[Sample]) -> Callable[[], Scored]:
+        """What is returned waits, and notes down failures, and how many of a step's scores were known before where they are
+        kept."""
+        name = scoring.name
+        with self.recorder.phase(name):
+            wait = scoring.start(asked)
+
+        def finish() -> Scored:
+            with self.recorder.phase(name) as measured:
+                scored = wait()
+                measured.seconds = scored.seconds
+            counts = self._scored[name]
+            counts.update(scored.counts)
+            self.metrics |= {f"{name}/{what}": counts[what] for what in ("failed", "timed_out")}
+            if self.config.scores()[name].cache_size:
+                self.metrics[f"{name}/cache_hit_rate"] = counts["cached"] / counts["asked"]
+            if scored.first_failure:
+                failed = scored.counts["failed"] + scored.counts["timed_out"]
+                self.recorder.line(f"warning: {failed} scores ({name}) are 0: {scored.first_failure}")
+            return scored
+
+        return finish
+
+    def _rows(self, kind: str, asked: list[Sample], samples: Batch, totals: dict[str, Tensor]) -> list[dict]:
+        """`totals`: rewards, and costs where there are any."""
+        responses = (tokens[mask] for tokens, mask in zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True))
         return [
             {
                 "step": self.step_index,
                 "kind": kind,
-                "prompt": problems[index].question,
-                "answer": problems[index].answer,
-                "response": response,
-                "reward": reward,
-                "tokens": tokens[mask].tolist(),
-                "prompt_tokens": problems[index].prompt_tokens,
+                "prompt": sample.problem.question,
+                "answer": sample.problem.answer,
+                "response": sample.response,
+                **{name.removesuffix("s"): total[row].item() for name, total in totals.items()},
+                "tokens": tokens.tolist(),
+                "prompt_tokens": sample.problem.prompt_tokens,
             }
-            for index, response, reward, tokens, mask in zip(
-                samples["prompt_index"].tolist(),
-                responses,
-                rewards.tolist(),
-                samples.rows("tokens"),
-                samples.rows("loss_mask"),
-                strict=True,
-            )
+            for row, (sample, tokens) in enumerate(zip(asked, responses, strict=True))
         ]
 
     def evaluate(self) -> None:
@@ -212,8 +295,9 @@ class Run:
         if not problems:
             return
         samples = self.generate(problems, 1, greedy=True)
-        rewards, responses = self._score(problems, samples)
-        self.recorder.samples(self._rows("evaluation", problems, samples, responses, rewards))
+        asked = samples_of(problems, samples, self.text)
+        rewards = self._start_score(self.scorings[0], asked)().total
+        self.recorder.samples(self._rows("evaluation", asked, samples, {"rewards": rewards}))
         seconds = sum(self.recorder.take_phases().values())
         self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
 
@@ -222,25 +306,37 @@ class Run:
     def add_log_probs(self, samples: Batch) -> Batch:
         """Add what the loss compares with: the reference's log-probs where there is a reference, and the old policy's as
         `algorithm.old_log_probs` says (`PolicyObjective` does without where they are the policy's own)."""
+        for finish in self._start_log_probs(samples):
+            samples = finish(samples)
+        return samples
+
+    def _start_log_probs(self, samples: Batch) -> list[Finish]:
+        pending: list[Finish] = []
         if self.reference is not None:
-            with self.recorder.phase("reference"):
-                found = self.reference.log_probs(samples.only("tokens", "loss_mask")).result()
-            samples = samples.with_fields(reference_log_probs=found["log_probs"])
+            pending.append(self._start("reference", self.reference.log_probs, samples, reference_log_probs="log_probs"))
         if self.config.old_log_probs == "rollout":
-            return samples.with_fields(log_probs=samples["rollout_log_probs"])
+            pending.append(lambda samples: samples.with_fields(log_probs=samples["rollout_log_probs"]))
         if self.config.old_log_probs == "recompute":
-            with self.recorder.phase("log_probs"):
-                found = self.actor.log_probs(samples.only("tokens", "loss_mask")).result()
-            samples = samples.with_fields(log_probs=found["log_probs"])
-            columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
-            self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
+            pending.append(self._start("log_probs", self.actor.log_probs, samples, log_probs="log_probs"))
+            pending.append(self._measure_mismatch)
+        return pending
+
+    def _measure_mismatch(self, samples: Batch) -> Batch:
+        columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
+        self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
         return samples
 
     def add_values(self, samples: Batch) -> Batch:
-        """Add `values`: what the critic expects before each token."""
-        with self.recorder.phase("values"):
-            found = self.critic.values(samples.only("tokens", "loss_mask")).result()
-        return samples.with_fields(values=found["values"])
+        """Add `values`, and of a cost critic `cost_values`: what a critic expects before each token."""
+        for finish in self._start_values(samples):
+            samples = finish(samples)
+        return samples
+
+    def _start_values(self, samples: Batch) -> list[Finish]:
+        return [
+            self._start("values", critic.values, samples, **{CRITICS[name].values: "values"})
+            for name, critic in self.critics.items()
+        ]
 
     def rewards_less_kl(self, samples: Batch) -> Tensor:
         """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference, summed over the response."""
@@ -255,6 +351,12 @@ class Run:
         rewards = token_rewards(samples["rewards"], samples.values("loss_mask"), samples.segments())
         penalty = self._kl_in_reward(samples)
         return rewards if penalty is None else rewards - penalty
+
+    def token_costs(self, samples: Batch) -> Tensor:
+        """Costs of all tokens [T]; a KL penalty that goes off the rewards comes on top of them."""
+        costs = token_rewards(samples["costs"], samples.values("loss_mask"), samples.segments())
+        penalty = self._kl_in_reward(samples)
+        return costs if penalty is None else costs + penalty
 
     def _kl_in_reward(self, samples: Batch) -> Tensor | None:
         """The KL penalty at each token [T] that goes off the rewards; None where none does."""
@@ -290,24 +392,27 @@ class Run:
         self.start_training()
 
     def start_value_training(self) -> None:
-        """The critic, where it has the actor's model, becomes a copy of the policy as it is now, but for its head; its
-        optimizer is a fresh one."""
-        if self.config.model_path("critic") == self.config.model_path("actor"):
-            self.critic.copy_from("actor").result()
-        self.critic.start_training(_settings(self.config.roles.critic.optimizer)).result()
+        """A critic that has the actor's model becomes a copy of the policy as it is now, but for its head; its optimizer is a
+        fresh one."""
+        for name, critic in self.critics.items():
+            if self.config.model_path(name) == self.config.model_path("actor"):
+                critic.copy_from("actor").result()
+            critic.start_training(_settings(self.config.trained_roles()[name].optimizer)).result()
 
     def policy_objective(self) -> PolicyObjective:
         """The policy's loss as the config says, with the KL coefficient of this step."""
         return policy_objective(self.config.algorithm, self.kl.value)
 
     def improve(self, samples: Batch, objective: object, value_objective: object = None) -> None:
-        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critic as well where it has
-        an objective; then the KL coefficient for the next step."""
+        """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critics as well where they
+        have an objective; then the KL coefficient for the next step."""
+        samples = samples.keep()
         for _ in range(self.config.algorithm.epochs):
             for mini_batch in self.mini_batches(samples):
-                finish = self._start_value_update(mini_batch, value_objective) if value_objective else None
+                critics = self.critics if value_objective else ()
+                begun = [self._start_value_update(name, mini_batch, value_objective) for name in critics]
                 self.update(mini_batch, objective)
-                if finish:
+                for finish in begun:
                     finish()
         if self.kl.target:
             kl = self._kl(samples, "k1").sum().item() / len(samples)
@@ -317,7 +422,8 @@ class Run:
     def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
         """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""
         with self.recorder.phase("update"):
-            shards = self.actor.update(batch, objective, temperature or self.config.sampling.temperature).result()
+            pending = self.actor.update(batch, objective, temperature or self.config.sampling.temperature)
+        shards = self._result("update", pending)
         sums = merge_sums(shards)
         first = "mismatch/kl" not in self.metrics  # later updates no longer see the policy that sampled
         if "mismatch_abs" in sums and first:
@@ -327,16 +433,17 @@ class Run:
             "actor", {name: value for name, value in sums.items() if not name.startswith("mismatch")}, shards
         )
 
-    def _start_value_update(self, batch: Batch, objective: object) -> Callable[[], None]:
-        """Begin an optimizer step of the critic; what is returned waits for it: on ranks of their own, critic and actor update
+    def _start_value_update(self, name: str, batch: Batch, objective: object) -> Callable[[], None]:
+        """Begin an optimizer step of a critic; what is returned waits for it: on ranks of their own, critics and actor update
         at the same time."""
-        with self.recorder.phase("update_critic"):
-            pending = self.critic.update(batch.only("tokens", "loss_mask", "values", "returns"), objective)
+        fields, phase = CRITICS[name], f"update_{name}"
+        own = batch.only("tokens", "loss_mask", *fields).renamed({fields.values: "values", fields.returns: "returns"})
+        with self.recorder.phase(phase):
+            pending = self.critics[name].update(own, objective)
 
         def finish() -> None:
-            with self.recorder.phase("update_critic"):
-                shards = pending.result()
-            self._note_update("critic", merge_sums(shards), shards)
+            shards = self._result(phase, pending)
+            self._note_update(name, merge_sums(shards), shards)
 
         return finish
 
@@ -352,26 +459,66 @@ class Run:
     def begin_step(self) -> None:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
-        self.metrics, self._updates = {}, {"actor": [], "critic": []}
+        self.metrics, self._updates = {}, {name: [] for name in self._updates}
+        self._scored = {name: Counter() for name in self._scored}
+        self._samplings = []
+        self._bytes_before = self.courier.bytes
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
+        if self._timeline:
+            self._timeline.begin_step()
+            self._passes()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
+        if self.config.run.save_rollouts:
+            vocab_size = self.config.read_model("actor").vocab_size
+            save_rollouts(self.recorder.folder, self.step_index, self._samplings, vocab_size)
+        self._samplings = None
         for role, updates in self._updates.items():
             for name in updates[0] if updates else ():
                 self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
         metrics = {"step": self.step_index} | self.metrics
+        metrics["driver/bytes_sent"] = self.courier.bytes - self._bytes_before
+        self.courier.forget()
+        self.worker.forget_rows().result()
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
+        if self._timeline:
+            self.passes = self._passes()
+            metrics |= _bubbles(self.passes["actor"])
+            pipelines = {name: (role.ranks, self.passes[name]) for name, role in self._metered().items()}
+            self._timeline.write(self.step_index, self.recorder.spans, pipelines)
         self.recorder.log(metrics)
+
+    def _passes(self) -> dict[str, list[Pass]]:
+        """When every rank of a Megatron role worked, by role and pass of its schedule in this step."""
+        reports = {name: role.take_passes().result() for name, role in self._metered().items()}
+        return {name: list(zip(*ranks, strict=True)) for name, ranks in reports.items()}
+
+    def _metered(self) -> dict[str, RoleHandle]:
+        return {"actor": self.actor, **self.critics} | ({} if self.reference is None else {"reference": self.reference})
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
         reports = [_by_phase(report) for report in self.worker.memory().result()]
         phases = {phase: None for report in reports for phase in report}  # in the order of the step
         return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
+
+
+def _wait_for(calls: list[Future]) -> None:
+    for call in calls:
+        call.result()
+
+
+def _bubbles(passes: list[Pass]) -> dict[str, float]:
+    """pipeline/bubble_* of the passes that train: the mean stage and the one that idles most."""
+    training = [one for one in passes if any(interval.kind == "backward" for rank in one for interval in rank)]
+    if not training:
+        return {}
+    idle = bubble(training)
+    return {"pipeline/bubble_mean": idle.mean, "pipeline/bubble_max": idle.max}
 
 
 def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:
@@ -396,11 +543,12 @@ _PHASES = {
     "reference.log_probs": "reference",
     "actor.log_probs": "log_probs",
     "actor.update": "update",
-    "critic.make_room": "make_room",
-    "critic.release_weights": "make_room",
-    "critic.restore": "restore",
-    "critic.values": "values",
-    "critic.update": "update_critic",
+    **{f"{name}.{call}": "make_room" for name in CRITICS for call in ("make_room", "release_weights")},
+    **{f"{name}.restore": "restore" for name in CRITICS},
+    **{f"{name}.values": "values" for name in CRITICS},
+    **{f"{name}.update": f"update_{name}" for name in CRITICS},
+    "reward.scores": "reward",
+    "cost.scores": "cost",
 }
 
 

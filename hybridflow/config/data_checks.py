@@ -4,9 +4,11 @@ Takes seconds of imports: last of all checks.
 """
 
 import re
+from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING
 
+from hybridflow.config.model_folder import tensor_shapes
 from hybridflow.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -15,15 +17,14 @@ if TYPE_CHECKING:
 
 def check_data(config: Config) -> None:
     """Raises ConfigError: a task, a file, a column, a template's field, a reward function or a tokenizer that isn't there."""
-    data, reward, warm_start = config.data, config.reward, config.warm_start
+    data, warm_start = config.data, config.warm_start
     if data.source == "reasoning_gym" and data.path:
         raise ConfigError(f"data.path={data.path} would not be used: set data.source=file")
-    if reward.kind == "task" and data.source != "reasoning_gym":
-        raise ConfigError(
-            f"reward.kind=task is a task's own scorer, but data.source={data.source} has none: use last_integer or function"
-        )
-    if reward.kind != "function" and reward.function:
-        raise ConfigError(f"reward.function={reward.function} would not be used: set reward.kind=function")
+    for name, settings in config.scores().items():
+        if settings.kind == "task" and data.source != "reasoning_gym":
+            raise ConfigError(
+                f"{name}.kind=task is a task's own scorer, but data.source={data.source} has none: use last_integer or function"
+            )
 
     from hybridflow.data.problems import DataError
     from hybridflow.data.sources import open_entries, open_source
@@ -31,11 +32,16 @@ def check_data(config: Config) -> None:
 
     try:
         open_entries(data)
-        load_scorer(ScorerSpec(reward.kind, reward.function, data.task, data.options))
+        for name, settings in config.scores().items():
+            if settings.kind not in ("model", "http"):
+                load_scorer(ScorerSpec(settings.kind, settings.function, data.task, data.options, name))
     except (DataError, RewardError) as error:
         raise ConfigError(_one_line(error)) from error
     tokenizer = _tokenizer(config.model_path("actor"))
     _check_same_tokens(config, tokenizer.get_vocab())
+    for name, role in config.scoring_roles().items():
+        if role.backend == "hf":
+            _check_head(config, name)
     try:
         source = open_source(
             data, tokenizer, config.sampling.max_prompt_tokens, config.evaluation.problems, warm_start.correct_fraction
@@ -46,12 +52,34 @@ def check_data(config: Config) -> None:
     except DataError as error:
         raise ConfigError(_one_line(error)) from error
     answer = problems[0].answer
-    if reward.kind == "last_integer" and not re.fullmatch(r"\s*[+-]?\d+\s*", answer):
-        raise ConfigError(f"reward.kind=last_integer needs integer answers, not {answer!r}: use task or function")
+    for name, settings in config.scores().items():
+        if settings.kind == "last_integer" and not re.fullmatch(r"\s*[+-]?\d+\s*", answer):
+            raise ConfigError(f"{name}.kind=last_integer needs integer answers, not {answer!r}: use task or function")
     for key in ("prompt_template", "response_template"):
         template = getattr(data, key)
         if not any(field for _, field, _, _ in Formatter().parse(template)):
             raise ConfigError(f"data.{key}={template!r} is the same for all problems: use a field, such as {{question}}")
+
+
+def _check_head(config: Config, name: str) -> None:
+    """What turns a classifier's states into its score is in the folder: transformers would make up what is missing."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    folder, trust = config.model_path(name), config.scoring_roles()[name].trust_remote_code
+    try:
+        fields = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(fields, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"roles.{name}.model.path={folder} is no classifier of transformers: {_one_line(error)}") from error
+    stored = tensor_shapes(Path(folder))
+    missing = [key for key in model.state_dict() if not key.startswith(f"{model.base_model_prefix}.") and key not in stored]
+    if missing:
+        raise ConfigError(
+            f"roles.{name}.model.path: model folder {folder} lacks the tensor {missing[0]} of {type(model).__name__}:"
+            " is it a language model that was never trained to score?"
+        )
 
 
 def _tokenizer(folder: str) -> "PreTrainedTokenizerBase":
@@ -64,13 +92,17 @@ def _tokenizer(folder: str) -> "PreTrainedTokenizerBase":
 
 
 def _check_same_tokens(config: Config, vocabulary: dict[str, int]) -> None:
-    """Roles with a model of their own read the actor's tokens."""
-    for name in config.megatron_roles():
+    """Roles with a model of their own read the actor's tokens, unless a sequence may be encoded anew for them."""
+    scoring = config.scoring_roles()
+    for name in {**config.megatron_roles(), **scoring}:
+        if name in scoring and scoring[name].retokenize != "never":
+            _tokenizer(config.model_path(name))
+            continue
         actors, folder = config.model_path("actor"), config.model_path(name)
         if folder != actors and _tokenizer(folder).get_vocab() != vocabulary:
             raise ConfigError(
                 f"roles.{name}.model.path={folder} has other tokens than the actor's {actors}:"
-                " use a model with the same tokenizer"
+                f" use {f'roles.{name}.retokenize=auto' if name in scoring else 'a model with the same tokenizer'}"
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.schema import Config
+from megatron_ext.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
     mini_batch = -(-samples // batch.mini_batches)
     rank_samples = -(-mini_batch // layout.dp)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
-    micro_batches = _micro_batches(rank_samples, actor.micro_batch_tokens, longest)
-    engines = config.world_size // config.roles.rollout.tp
+    micro_batches = layout.schedulable(_micro_batches(rank_samples, actor.micro_batch_tokens, longest))
+    engines = len(config.ranks("rollout")) // config.roles.rollout.tp
     optimizer_steps = batch.mini_batches * config.algorithm.epochs
     at_most = "at most " if samples % batch.mini_batches else ""
     rungs = (
         Rung("ranks", f"{config.world_size}", f"{config.cluster.nodes} nodes x {config.cluster.ranks_per_node}"),
         *(rung for role, layers in num_layers.items() for rung in _megatron(config, role, layers)),
+        *(_whole(config, role) for role in config.scoring_roles() if role not in num_layers),
         Rung("rollout", f"{engines} x TP{config.roles.rollout.tp}", f"{config.dtype('rollout')}, engines x ranks of an engine"),
         Rung("prompts", f"{batch.prompts}", f"per step; at most {-(-batch.prompts // engines)} per engine"),
         Rung("samples", f"{samples}", f"{batch.samples_per_prompt} per prompt; at most {longest} tokens each"),
@@ -67,9 +69,9 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
         Rung(
             "micro-batches",
             f"<= {micro_batches}",
-            f"per rank and mini-batch, of at most {actor.micro_batch_tokens} packed tokens",
+            f"per rank and mini-batch, of at most {actor.micro_batch_tokens} packed tokens{_multiple(layout)}",
         ),
-        *_critic(config, mini_batch, longest),
+        *(_critic(config, name, mini_batch, longest) for name in config.trained_roles() if name != "actor"),
         Rung("steps", f"{config.run.steps}", f"{config.run.steps * samples} samples in all; {_warm_start(config)}"),
     )
     return Ladder(
@@ -82,15 +84,17 @@ def _micro_batches(samples: int, budget: int, longest: int) -> int:
     return -(-samples // max(1, budget // longest))
 
 
-def _critic(config: Config, mini_batch: int, longest: int) -> list[Rung]:
-    """The actor's mini-batches on the critic's own ranks."""
-    critic = config.roles.critic
-    if critic is None:
-        return []
-    dp = config.layout("critic").dp
-    count = _micro_batches(-(-mini_batch // dp), critic.micro_batch_tokens, longest)
-    meaning = f"per mini-batch on each of {dp} data-parallel ranks, of at most {critic.micro_batch_tokens} packed tokens"
-    return [Rung("… of the critic", f"<= {count}", meaning)]
+def _multiple(layout: Layout) -> str:
+    return f"; a multiple of pp={layout.pp}" if layout.vpp > 1 else ""
+
+
+def _critic(config: Config, name: str, mini_batch: int, longest: int) -> Rung:
+    """The actor's mini-batches on a critic's own ranks."""
+    critic, layout = config.trained_roles()[name], config.layout(name)
+    count = layout.schedulable(_micro_batches(-(-mini_batch // layout.dp), critic.micro_batch_tokens, longest))
+    tokens = f"of at most {critic.micro_batch_tokens} packed tokens{_multiple(layout)}"
+    meaning = f"per mini-batch on each of {layout.dp} data-parallel ranks, {tokens}"
+    return Rung(f"… of the {name.replace('_', ' ')}", f"<= {count}", meaning)
 
 
 def _megatron(config: Config, role: str, num_layers: int) -> list[Rung]:
@@ -98,6 +102,11 @@ def _megatron(config: Config, role: str, num_layers: int) -> list[Rung]:
     split = layout.describe_layers(num_layers)
     rungs = [Rung(role, layout.describe(), f"{config.dtype(role)}, {config.model_path(role)}")]
     return [*rungs, Rung(f"{role} layers", f"{num_layers}", f"by pipeline stage: {split}")] if split else rungs
+
+
+def _whole(config: Config, role: str) -> Rung:
+    """A classifier that transformers runs."""
+    return Rung(role, config.layout(role).describe(), f"{config.dtype(role)}, {config.model_path(role)} by transformers")
 
 
 def _fill(mini_batch: int, dp: int) -> str:

@@ -14,12 +14,19 @@ import yaml
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from hybridflow.config.schema import Config, ConfigError, CriticConfig, MegatronRoleConfig, ReferenceConfig, TrainedConfig
+from hybridflow.config.schema import (
+    Config,
+    ConfigError,
+    CriticConfig,
+    MegatronRoleConfig,
+    ReferenceConfig,
+    RewardConfig,
+    TrainedConfig,
+)
 
 # Keys that users of other trainers reach for, or that name what this version cannot do yet.
 _HINTS = {
-    "roles.reward": "reward models are not in this version: use the section reward",
-    "roles.cost": "cost models are not in this version",
+    "reward.weight": "the score of reward.kind counts once, that of roles.reward beside it reward.model_weight times",
     "roles.reference.release_weights": "it has no optimizer to rebuild weights from: use roles.reference.offload=[params]",
 }
 
@@ -37,14 +44,19 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     if config.algorithm.kl_coefficient > 0 and config.roles.reference is None:
         config.roles.reference = ReferenceConfig(**_of_the_actor(config, MegatronRoleConfig))
         config.roles.reference.offload = [what for what in config.roles.actor.offload if what == "params"]  # all that it has
-    if config.algorithm.name == "ppo" and config.roles.critic is None:
+    if config.algorithm.name in ("ppo", "safe_rlhf") and config.roles.critic is None:
         config.roles.critic = CriticConfig(**_of_the_actor(config, TrainedConfig, but="optimizer"))
+    if config.algorithm.name == "safe_rlhf":
+        config.roles.cost_critic = config.roles.cost_critic or copy.deepcopy(config.roles.critic)
+        if config.cost is None and config.roles.cost is not None:
+            config.cost = RewardConfig(kind="model")
     return config
 
 
 def _of_the_actor(config: Config, section: type, but: str = "") -> dict[str, Any]:
-    """The actor's values of the keys that `section` has."""
-    return {f.name: copy.deepcopy(getattr(config.roles.actor, f.name)) for f in fields(section) if f.name != but}
+    """The actor's values of the keys that `section` has; its class is its own."""
+    left_out = ("implementation", but)
+    return {f.name: copy.deepcopy(getattr(config.roles.actor, f.name)) for f in fields(section) if f.name not in left_out}
 
 
 def save(config: Config, path: str | Path) -> None:

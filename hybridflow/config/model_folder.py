@@ -17,9 +17,7 @@ def check_model_folder(folder: Path, hf: HFConfig) -> None:
     Raises:
         ConfigError: names the file or the tensor.
     """
-    shapes: dict[str, list[int]] = {}
-    for name in _shards(folder):
-        shapes |= _header(folder / name)
+    shapes = tensor_shapes(folder)
     for name, shape in expected_tensors(hf).items():
         if name not in shapes:
             raise ConfigError(f"model folder {folder} lacks the tensor {name}, which its config.json asks for")
@@ -29,12 +27,24 @@ def check_model_folder(folder: Path, hf: HFConfig) -> None:
         raise ConfigError(f"model folder {folder} has no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
 
 
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Name -> shape of every tensor in the folder's safetensors files, which are complete.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    shapes: dict[str, list[int]] = {}
+    for name in _shards(folder):
+        shapes |= _header(folder / name)
+    return shapes
+
+
 def expected_tensors(hf: HFConfig) -> dict[str, list[int]]:
     """HF name -> shape of every parameter of a model that its folder must hold."""
     h, q, kv = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes = {"model.embed_tokens.weight": [hf.vocab_size, h], "model.norm.weight": [h]}
-    if hf.head == "value" and hf.head_stored:
-        shapes |= {"score.weight": [1, h], "score.bias": [1]}
+    if hf.head != "lm" and hf.head_stored:
+        shapes |= {"score.weight": [1, h]} | ({"score.bias": [1]} if hf.has_bias else {})
     if hf.head == "lm" and not hf.tied:
         shapes["lm_head.weight"] = [hf.vocab_size, h]
     layer = {

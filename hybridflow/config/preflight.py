@@ -15,9 +15,13 @@ from typing import Any
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
-from hybridflow.config.own_class import load_class
+from hybridflow.config.own_class import load_class, load_role
+from hybridflow.config.replay import check_replay
 from hybridflow.config.run_folder import check_run_folder
-from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
+from hybridflow.config.schedule_checks import check_schedule
+from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
+from hybridflow.config.score_checks import check_classifier, check_scores
+from hybridflow.controller.placement import place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -38,13 +42,12 @@ _AT_LEAST = {
     "algorithm.kl_target": 0,
     "algorithm.kl_gain": 0,
     "algorithm.value_clip": 0,
+    "algorithm.lambda_lr": 0,
     "batch.prompts": 1,
     "batch.samples_per_prompt": 1,
     "batch.mini_batches": 1,
     "sampling.max_prompt_tokens": 1,
     "sampling.max_response_tokens": 1,
-    "reward.concurrency": 1,
-    "reward.cache_size": 0,
     "warm_start.steps": 0,
     "warm_start.batch_size": 1,
     "evaluation.problems": 0,
@@ -55,7 +58,16 @@ _AT_LEAST = {
     "run.save_every": 0,
     "run.port": 0,
 }
+_SCORES_AT_LEAST = {"concurrency": 1, "retries": 0, "cache_size": 0}
 _ROLE_AT_LEAST_ONE = ("tp", "pp", "vpp", "cp", "ep", "etp", "forward_micro_batch_tokens")
+
+# Sections that a built-in algorithm would leave unused, and those that don't.
+_ONLY_FOR = {
+    "roles.critic": ("ppo", "safe_rlhf"),
+    "roles.cost_critic": ("safe_rlhf",),
+    "roles.cost": ("safe_rlhf",),
+    "cost": ("safe_rlhf",),
+}
 
 # Fields of the other libraries that follow from keys of ours: given twice, one of the two would be ignored.
 _OWNED_BY_US = {
@@ -72,6 +84,8 @@ _OWNED_BY_US = {
         "expert_model_parallel_size": "ep",
         "expert_tensor_parallel_size": "etp",
         "sequence_parallel": "sequence_parallel",
+        "batch_p2p_comm": "megatron.overlap_p2p_comm",
+        "deallocate_pipeline_outputs": "megatron.overlap_p2p_comm",
         "recompute_granularity": "recompute",
         "bf16": "dtype",
         "params_dtype": "dtype",
@@ -107,11 +121,19 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     models = check_shapes(config)
     for role, hf in models.items():
         check_model_folder(Path(config.model_path(role)), hf)
+    for role in config.scoring_roles():
+        if role not in models:
+            check_classifier(config, role)
     if run_folder:
         check_run_folder(Path(config.run.dir), config.run.overwrite)
     check_data(config)
+    if config.run.replay:
+        check_replay(config, models["actor"].vocab_size)
     if ":" in config.algorithm.name:
         load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
+    for name, role in config.megatron_roles().items():
+        if role.implementation:
+            load_role(f"roles.{name}.implementation", role.implementation, ROLE_METHODS.get(name, ()))
     return models
 
 
@@ -126,9 +148,11 @@ def check_shapes(config: Config) -> dict[str, HFConfig]:
     _check_offload(config)
     _check_name(config)
     _check_algorithm(config)
+    check_scores(config)
     _check_libraries(config)
     models = {role: _read_model(config, role) for role in config.megatron_roles()}
     for role, hf in models.items():
+        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
         _check_layout(config, role, hf)
     _check_rollout(config, models["actor"])
     _check_lengths(config, models)
@@ -187,18 +211,11 @@ def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
 def _check_not_yet(config: Config) -> None:
     if config.cluster.launcher == "ray":
         raise ConfigError("cluster.launcher=ray is not supported yet: use torchrun")
-    everywhere = list(range(config.world_size))
-    roles = {**config.megatron_roles(), "rollout": config.roles.rollout}
-    for name, role in roles.items():
-        if role.ranks not in ("all", everywhere):
-            raise ConfigError(f"roles.{name}.ranks={role.ranks}: roles on a part of the ranks are not supported yet: use all")
     for name, role in config.megatron_roles().items():
         if role.cp > 1:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
     if config.run.save_every:
         raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
-    if config.run.profile:
-        raise ConfigError("run.profile=true is not supported yet: use false")
 
 
 def _check_numbers(config: Config) -> None:
@@ -208,6 +225,7 @@ def _check_numbers(config: Config) -> None:
     for name in config.megatron_roles():
         limits |= {f"roles.{name}.{key}": 1 for key in _ROLE_AT_LEAST_ONE}
     limits |= {f"roles.{name}.micro_batch_tokens": 1 for name in config.trained_roles()}
+    limits |= {f"{name}.{key}": least for name in config.scores() for key, least in _SCORES_AT_LEAST.items()}
     for key, least in limits.items():
         value = values
         for part in key.split("."):
@@ -231,8 +249,9 @@ def _check_numbers(config: Config) -> None:
     ):
         if not 0 <= value <= 1:
             raise ConfigError(f"{key}={value} is not in [0, 1]")
-    if config.reward.timeout <= 0:
-        raise ConfigError(f"reward.timeout={config.reward.timeout} must be above 0 seconds")
+    for name, settings in config.scores().items():
+        if settings.timeout <= 0:
+            raise ConfigError(f"{name}.timeout={settings.timeout} must be above 0 seconds")
     if not 0 <= config.run.port <= 65535:
         raise ConfigError(f"run.port={config.run.port} is not a port: use 0 (a free one) to 65535")
     for name, role in config.trained_roles().items():
@@ -267,7 +286,7 @@ def _check_optimizer(key: str, o: OptimizerConfig) -> None:
 
 
 def _check_cluster(config: Config) -> None:
-    """The layouts fit the processes that the config asks for, and those are the processes that torchrun started."""
+    """The roles fit the processes that the config asks for, and those are the processes that torchrun started."""
     c, world = config.cluster, config.world_size
     started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else world
     if started != world:
@@ -275,21 +294,13 @@ def _check_cluster(config: Config) -> None:
             f"torchrun started {started} processes, but cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node}"
             f" = {world}: start {world}, or change these keys"
         )
+    try:
+        place(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for name, role in config.megatron_roles().items():
-        needed = role.tp * role.pp * role.cp
-        if world % needed:
-            have = f"cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node} = {world} processes"
-            what = "are fewer than" if world < needed else "are not a multiple of"
-            raise ConfigError(
-                f"{have} {what} roles.{name}.tp={role.tp} x pp={role.pp} x cp={role.cp} = {needed}:"
-                " change cluster.ranks_per_node or the layout"
-            )
         if role.vpp > 1 and role.pp == 1:
             raise ConfigError(f"roles.{name}.vpp={role.vpp} needs a pipeline, but roles.{name}.pp=1: use vpp=1 or a larger pp")
-    tp, ranks = config.roles.rollout.tp, c.ranks_per_node
-    if ranks % tp:
-        divisors = _either([n for n in range(1, ranks + 1) if ranks % n == 0])
-        raise ConfigError(f"roles.rollout.tp={tp} does not divide cluster.ranks_per_node={ranks}: use {divisors}")
 
 
 def _check_offload(config: Config) -> None:
@@ -324,13 +335,21 @@ def _check_name(config: Config) -> None:
         near = difflib.get_close_matches(name, ALGORITHMS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use {known}, or package.module:Class of your own"
         raise ConfigError(f"algorithm.name={name!r} is unknown: {hint}")
-    if config.roles.critic is not None and name != "ppo":
-        raise ConfigError(f"roles.critic would not be used by algorithm.name={name}: leave it out, or use ppo")
+    for key, users in _ONLY_FOR.items():
+        section = config
+        for part in key.split("."):
+            section = getattr(section, part)
+        if section is not None and name not in users:
+            raise ConfigError(f"{key} would not be used by algorithm.name={name}: leave it out, or use {' or '.join(users)}")
+    if name == "safe_rlhf" and config.cost is None:
+        raise ConfigError("algorithm.name=safe_rlhf needs costs: give the section cost a kind, or roles.cost a model")
 
 
 def _check_algorithm(config: Config) -> None:
     b, a = config.batch, config.algorithm
     samples = b.prompts * b.samples_per_prompt
+    if not 0 < a.lambda_init <= a.lambda_max:
+        raise ConfigError(f"algorithm.lambda_init={a.lambda_init} is not above 0 and at most lambda_max={a.lambda_max}")
     if a.kl_target and not a.kl_coefficient:
         raise ConfigError(
             f"algorithm.kl_target={a.kl_target} adapts algorithm.kl_coefficient, which stays 0 once it is:"

@@ -4,17 +4,26 @@ The dataclasses are OmegaConf structured configs: `load.py` fills them from YAML
 wrong key is reported at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from hybridflow.controller.placement import Ranks, parse_ranks
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
 
-ALGORITHMS = ("grpo", "ppo", "remax")
+ALGORITHMS = ("grpo", "ppo", "remax", "safe_rlhf")
 ALGORITHM_METHODS = ("prepare", "step")  # of a class of the user's own
+_TRAINED_METHODS = ("start_training", "update", "make_room", "release_weights", "restore", "export")
+ROLE_METHODS = {  # that a run calls, of a class of the user's own
+    "actor": ("log_probs", *_TRAINED_METHODS),
+    "critic": ("values", "copy_from", *_TRAINED_METHODS),
+    "reference": ("log_probs", "copy_from"),
+}
 Dtype = Literal["float32", "bfloat16"]
+# What stands on the last layer of a role's model (HFConfig.head), where it is not an output layer over the vocabulary
+_HEADS = {"critic": "value", "cost_critic": "value", "reward": "score", "cost": "score"}
 
 
 class ConfigError(ValueError):
@@ -68,6 +77,7 @@ class SplitConfig:
 
     embedding: int = 0  # layers that the embedding counts as, on the first stage
     loss: int = 0  # layers that the output layer and the loss count as, on the last stage
+    by_cost: bool = False  # derive `loss`: the layers that take as many operations as the output layer, rounded
     # the layers of every stage, instead of an even split: [7, 8, 8, 7]; with vpp > 1 of every chunk, in the model's order: the
     # first chunk of every stage, then the second of every stage, ... The first and the last number may be 0
     stages: list[int] = field(default_factory=list)
@@ -77,7 +87,11 @@ class SplitConfig:
 class MegatronRoleConfig:
     """A role that lives in Megatron-core: where, in which layout, and how much it takes at once."""
 
-    ranks: Any = "all"  # all | [0, 1] | ["node0:[0,1]", ...]
+    # all | [0, 1] or ["0-3"] | ["node0:[0,1]", ...] (controller/placement.py). Roles may share their ranks, or some of them
+    ranks: Any = "all"
+    # a class of your own in place of the one in hybridflow/roles, usually derived from it, in the working directory or where
+    # Python finds packages: package.module:Class. Its remote methods declare a transfer protocol (controller/protocols.py)
+    implementation: str = ""
     tp: int = 1
     pp: int = 1
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
@@ -88,8 +102,8 @@ class MegatronRoleConfig:
     sequence_parallel: bool = False  # takes effect where tp > 1; models with experts need it there
     recompute: Literal["none", "selective", "full"] = "none"
     # what rests in page-locked host memory while it is not needed. Of actor and critic, while the rollout engine is awake:
-    # params, grads (carry nothing over, so that they are dropped only), optimizer; of the reference, outside its own calls:
-    # params
+    # params, grads (carry nothing over, so that they are dropped only), optimizer; of the reference and of models that
+    # score, outside their own calls: params
     offload: list[str] = field(default_factory=list)
     forward_micro_batch_tokens: int = 16384  # tokens of a packed micro-batch without backward
     model: ModelOverride | None = None
@@ -104,6 +118,8 @@ class TrainedConfig(MegatronRoleConfig):
     # `--dry-run` shows. The gradients go whenever the weights do, and under auto before them
     release_weights: Literal["auto", "always", "never"] = "auto"
     micro_batch_tokens: int = 8192  # tokens of a packed micro-batch with backward
+    # reduce gradients over data-parallel ranks while the last micro-batch's backward pass still runs; not with experts
+    overlap_grad_reduce: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -127,17 +143,32 @@ class ReferenceConfig(MegatronRoleConfig):
 
 
 @dataclass
-class RolloutConfig:
-    """vLLM in the training processes; it always runs the actor's weights."""
+class RewardModelConfig(MegatronRoleConfig):
+    """A trained classifier with one label (transformers' sequence classification) that scores whole sequences: a reward or a
+    cost model. `model.path` names its folder."""
 
-    ranks: Any = "all"
+    # megatron: a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral classifier in any layout; hf: any classifier that transformers loads
+    # from safetensors, whole on each of its ranks
+    backend: Literal["megatron", "hf"] = "megatron"
+    trust_remote_code: bool = False  # backend hf: run Python code that the model's folder brings
+    # decode and encode a sequence anew for the model, with its own chat template if it has one: where its tokenizer has another
+    # vocabulary than the actor's (auto), always, or never
+    retokenize: Literal["auto", "always", "never"] = "auto"
+
+
+@dataclass
+class RolloutConfig:
+    """vLLM in the training processes, or on ranks of its own; it always runs the actor's weights."""
+
+    ranks: Any = "all"  # as above; where it shares ranks with other roles it needs all the ranks that those share
     tp: int = 1
     dtype: Dtype | None = None
     expert_parallel: bool = False
     # which ranks form an engine: those of a node that receive least when the weights come, or neighbours
     grouping: Literal["best", "contiguous"] = "best"
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory that vLLM may use while it generates
-    # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side
+    # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side;
+    # on ranks of its own the engine never sleeps
     sleep: bool = True
     engine_args: dict[str, Any] = free()  # arguments of vLLM's LLM
 
@@ -147,12 +178,15 @@ class RolesConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reference: ReferenceConfig | None = None  # the frozen starting model, for algorithm.kl_coefficient > 0
-    critic: CriticConfig | None = None  # for ppo, which without this section has one in the actor's layout
+    critic: CriticConfig | None = None  # for ppo and safe_rlhf, which without this section have one in the actor's layout
+    cost_critic: CriticConfig | None = None  # for safe_rlhf, which without this section has one like the critic
+    reward: RewardModelConfig | None = None  # for reward.kind=model or reward.model_weight
+    cost: RewardModelConfig | None = None  # for cost.kind=model or cost.model_weight
 
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "grpo"  # grpo, ppo, remax, or a class of your own (algorithms/loop.py): package.module:Class
+    name: str = "grpo"  # grpo, ppo, remax, safe_rlhf, or a class of your own (algorithms/loop.py): package.module:Class
     epochs: int = 1  # passes over the samples of a step
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -168,6 +202,10 @@ class AlgorithmConfig:
     gamma: float = 1.0  # ppo: discount per token
     gae_lambda: float = 0.95  # ppo: 1: rewards to come less values, 0: the next token's value only
     value_clip: float = 0.2  # ppo: how far a value may usefully move in a step; 0: any distance
+    cost_limit: float = 0.0  # safe_rlhf: the mean cost that the policy must stay under
+    lambda_init: float = 1.0  # safe_rlhf: the multiplier of the cost at the start
+    lambda_lr: float = 0.1  # safe_rlhf: how fast the multiplier's logarithm follows the mean cost's distance to the limit
+    lambda_max: float = 10.0  # safe_rlhf: the multiplier goes no higher, however far the limit is
     loss_level: Literal["token", "sequence"] = "token"  # of the policy's loss; the critic's is always by token
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"  # see Config.old_log_probs
 
@@ -203,11 +241,18 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    kind: Literal["task", "last_integer", "function"] = "task"
+    """Where rewards come from; the section `cost` has the same keys."""
+
+    # task: the task's own scorer; model: the model of roles.reward (roles.cost); http: a server of yours
+    kind: Literal["task", "last_integer", "function", "model", "http"] = "task"
     function: str = ""  # kind function: path/to/file.py:name
-    concurrency: int = 8
-    timeout: float = 10.0  # seconds for one response
-    cache_size: int = 0  # rewards kept by (prompt, response); 0: none
+    # kind http: gets {"prompt", "response", "answer", "metadata"} as JSON by POST, answers with a number or {"reward": number}
+    url: str = ""
+    model_weight: float = 0.0  # beside another kind: this times the score of roles.reward (roles.cost) is added
+    concurrency: int = 8  # processes (kinds task and function) or requests at a time (http)
+    timeout: float = 10.0  # seconds for one response; kind http: for one attempt
+    retries: int = 3  # kind http: further attempts after a lost connection, a timeout, a status of 429 or of 500 and more
+    cache_size: int = 0  # scores kept by prompt, response and answer, the longest unused go first; 0: none
 
 
 @dataclass
@@ -242,7 +287,11 @@ class RunConfig:
     save_every: int = 0  # checkpoint every so many steps; 0: only the trained model at the end
     resume: Literal["auto", "never"] = "auto"
     overwrite: bool = False  # delete the run that `dir` holds
-    profile: bool = False
+    profile: bool = False  # write every rank's calls as timeline/step-N.json, which opens in Perfetto
+    save_rollouts: bool = False  # keep every step's responses with their log-probs in rollouts/step-N.safetensors
+    # the folder of an earlier run with save_rollouts: its responses are taken, step by step, in place of generating, so that
+    # layouts or settings are compared on the same samples. Weights are still resharded, evaluations still generated
+    replay: str = ""
     port: int = 0  # where the ranks meet; 0: a free port
 
 
@@ -256,6 +305,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    cost: RewardConfig | None = None  # for safe_rlhf; without it, and with roles.cost, that model's scores
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
@@ -278,33 +328,58 @@ class Config:
 
     def megatron_roles(self) -> dict[str, MegatronRoleConfig]:
         """The configured roles that live in Megatron-core, by name."""
-        roles = {"actor": self.roles.actor, "critic": self.roles.critic, "reference": self.roles.reference}
+        names = ("actor", "critic", "cost_critic", "reference", "reward", "cost")
+        roles = {name: getattr(self.roles, name) for name in names}
+        return {name: role for name, role in roles.items() if role is not None and getattr(role, "backend", "megatron") != "hf"}
+
+    def scoring_roles(self) -> dict[str, RewardModelConfig]:
+        """The configured reward and cost models, in Megatron-core or not."""
+        roles = {"reward": self.roles.reward, "cost": self.roles.cost}
         return {name: role for name, role in roles.items() if role is not None}
+
+    def scores(self) -> dict[str, RewardConfig]:
+        """What every response is given: a reward, and a cost where there is one."""
+        return {"reward": self.reward} | ({} if self.cost is None else {"cost": self.cost})
 
     def trained_roles(self) -> dict[str, TrainedConfig]:
         """Those of them that have an optimizer."""
         return {name: role for name, role in self.megatron_roles().items() if isinstance(role, TrainedConfig)}
 
+    def ranks(self, role: str) -> Ranks:
+        """The global ranks of a role; ValueError where `roles.X.ranks` can't be had."""
+        wanted = getattr(self.roles, role).ranks
+        return parse_ranks(f"roles.{role}.ranks", wanted, self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @property
+    def rollout_shares(self) -> bool:
+        """Whether the rollout engine has GPUs in common with another role, and so gives memory to it between rollouts."""
+        others = {rank for role in self.megatron_roles() for rank in self.ranks(role)}
+        return not others.isdisjoint(self.ranks("rollout"))
+
     def read_model(self, role: str) -> HFConfig:
         """The `config.json` of a role's model."""
-        return HFConfig.from_folder(self.model_path(role), head="value" if role == "critic" else "lm")
+        return HFConfig.from_folder(self.model_path(role), head=_HEADS.get(role, "lm"))
 
     def layout(self, role: str) -> Layout:
-        """The layout of a role over all ranks; the rollout's ranks beyond an engine's tp count as dp."""
+        """The layout of a role over its ranks; the rollout's ranks beyond an engine's tp count as dp."""
+        count = len(self.ranks(role))
         if role == "rollout":
-            return Layout(self.world_size, self.roles.rollout.tp)
-        r = self.megatron_roles()[role]
+            return Layout(count, self.roles.rollout.tp)
+        r = getattr(self.roles, role)
         sequence_parallel = r.sequence_parallel and r.tp > 1
         split = Split(tuple(r.split.stages), r.split.embedding, r.split.loss)
-        return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
+        if r.split.by_cost:
+            hf = self.read_model(role)
+            split = replace(split, loss=round(hf.output_weights / hf.layer_weights))
+        return Layout(count, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
 
     def model_path(self, role: str) -> str:
-        override = self.megatron_roles()[role].model if role != "rollout" else self.roles.actor.model
+        override = getattr(self.roles, "actor" if role == "rollout" else role).model
         return (override and override.path) or self.model.path
 
     def dtype(self, role: str) -> str:
         """`float32` or `bfloat16`; the rollout's is its own, else the actor's."""
         if role == "rollout":
             return self.roles.rollout.dtype or self.dtype("actor")
-        own = self.megatron_roles()[role]
+        own = getattr(self.roles, role)
         return own.dtype or (own.model and own.model.dtype) or self.model.dtype

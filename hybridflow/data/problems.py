@@ -56,6 +56,7 @@ class Problem:
     prompt_tokens: list[int]
     answer: str
     metadata: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)  # what `prompt` was made of
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Source:
         else:
             prompt = _plain(messages, entry.messages is not None)
             tokens = _encode(tokenizer, prompt, special=True)
-        return Problem(index, entry.question, prompt, tokens, entry.answer, entry.metadata)
+        return Problem(index, entry.question, prompt, tokens, entry.answer, entry.metadata, messages)
 
 
 def _plain(messages: list[dict[str, str]], from_file: bool) -> str:

@@ -27,17 +27,13 @@ class Elements(NamedTuple):
         return self.dense + self.experts
 
 
-def query_width(hf: HFConfig) -> int:
-    return hf.num_heads * hf.head_dim
-
-
 def key_width(hf: HFConfig) -> int:
     return hf.num_kv_heads * hf.head_dim
 
 
 def attention_matrices(hf: HFConfig) -> int:
     """Weights of a layer's query, key, value and output projections."""
-    return hf.hidden_size * (2 * query_width(hf) + 2 * key_width(hf))
+    return hf.hidden_size * (2 * hf.attention_size + 2 * key_width(hf))
 
 
 def mlp_matrices(hf: HFConfig) -> int:
@@ -50,10 +46,6 @@ def router_matrix(hf: HFConfig) -> int:
     return hf.hidden_size * hf.num_experts
 
 
-def output_matrix(hf: HFConfig) -> int:
-    return hf.hidden_size * (hf.vocab_size if hf.head == "lm" else 1)
-
-
 def forward_flops(hf: HFConfig, lengths: Sequence[int]) -> float:
     """Operations of one forward pass over sequences of these lengths; a forward and backward pass has three times as many.
 
@@ -61,10 +53,9 @@ def forward_flops(hf: HFConfig, lengths: Sequence[int]) -> float:
     that a token goes to, and the router), T tokens, L layers, A = heads x head size. Causal attention is not discounted (as in
     the appendix of PaLM, arXiv 2204.02311, summed over packed sequences).
     """
-    per_layer = attention_matrices(hf) + mlp_matrices(hf) + router_matrix(hf)
-    weights = hf.num_layers * per_layer + output_matrix(hf)
+    weights = hf.num_layers * hf.layer_weights + hf.output_weights
     squares = sum(length * length for length in lengths)
-    return 2.0 * weights * sum(lengths) + 4.0 * hf.num_layers * query_width(hf) * squares
+    return 2.0 * weights * sum(lengths) + 4.0 * hf.num_layers * hf.attention_size * squares
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,7 +69,7 @@ def stage_elements(hf: HFConfig, layout: Layout) -> tuple[Elements, ...]:
         if stage == layout.pp - 1:
             dense += hf.hidden_size  # the final norm
             if hf.head != "lm":
-                dense += hf.hidden_size + (hf.head == "value")  # whose one row has a bias
+                dense += hf.hidden_size + hf.has_bias
             elif not hf.tied or layout.pp > 1:  # a tied embedding is on the first stage and again on the last
                 dense += vocabulary
         found.append(Elements(dense, layers * layer.experts))
@@ -88,7 +79,7 @@ def stage_elements(hf: HFConfig, layout: Layout) -> tuple[Elements, ...]:
 def _layer_elements(hf: HFConfig, layout: Layout) -> Elements:
     split = attention_matrices(hf) + (0 if hf.is_moe else mlp_matrices(hf))
     if hf.qkv_bias:
-        split += query_width(hf) + 2 * key_width(hf)
+        split += hf.attention_size + 2 * key_width(hf)
     whole = 2 * hf.hidden_size + router_matrix(hf) + (2 * hf.head_dim if hf.qk_norm else 0)
     experts = 3 * hf.hidden_size * hf.moe_intermediate_size * hf.num_experts // (layout.ep * layout.etp)
     return Elements(split // layout.tp + whole, experts)
@@ -123,7 +114,7 @@ def activation_bytes(hf: HFConfig, layout: Layout, itemsize: int = 2, recompute:
     if recompute == "full":
         return itemsize * hf.hidden_size / shards
     elements = 4 * hf.hidden_size / shards
-    elements += (3 * query_width(hf) + 3 * key_width(hf)) / layout.tp
+    elements += (3 * hf.attention_size + 3 * key_width(hf)) / layout.tp
     if recompute != "mlp":
         elements += mlp_activations(hf, layout)
     return itemsize * elements

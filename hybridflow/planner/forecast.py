@@ -1,16 +1,25 @@
 """What a whole step of a configured job takes: seconds and memory per GPU of every phase, and what limits each.
 
-The sizes of sequences are means that the caller gives or, without, the config's limits. Phases of roles on the same GPUs follow
-one another.
+The sizes of sequences are means that the caller gives or, without, the config's limits. Phases of roles in the same pool follow
+one another. Reward models that transformers runs (`backend: hf`) are not counted.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.schema import Config, ConfigError, MegatronRoleConfig, TrainedConfig
+from hybridflow.controller.placement import Placement, place
 from hybridflow.planner import counts
 from hybridflow.planner.counts import ITEMSIZE
-from hybridflow.planner.generation import DEFAULT_SEQUENCES, EngineTask, reshard_seconds, rollout, wake_seconds
+from hybridflow.planner.generation import (
+    DEFAULT_SEQUENCES,
+    EngineTask,
+    broadcast_seconds,
+    reshard_seconds,
+    rollout,
+    wake_seconds,
+)
 from hybridflow.planner.memory import GIB, MemoryPlan, Part, engine_weights, memory_plan
 from hybridflow.planner.passes import Causes, Machine, Micro, Pass, Task, forward_pass, update_pass
 from megatron_ext.hf_config import HFConfig
@@ -92,6 +101,7 @@ class Phase:
     role: str
     gpus: int
     causes: Causes
+    pool: int = 0  # phases of a stage go on at the same time in different pools
     parts: tuple[Part, ...] = ()
 
     @property
@@ -128,7 +138,11 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        return sum(phase.seconds for phase in self.phases)
+        """Of a step: stage by stage the longest pool's phases, one after the other."""
+        busy: dict[str, Counter[int]] = {}
+        for phase in self.phases:
+            busy.setdefault(phase.stage, Counter())[phase.pool] += phase.seconds
+        return sum(max(pools.values()) for pools in busy.values())
 
     def fullest(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.nbytes)
@@ -141,40 +155,63 @@ def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, w
         ConfigError: the KV cache does not hold a single sequence.
     """
     total = machine.cluster.gpu.memory_bytes
-    plan = memory_plan(config, models, total)
+    plan, placement = memory_plan(config, models, total), place(config)
     fixed = Part("fixed", int(machine.calibration.fixed_bytes))
     engine = engine_task(config, models["actor"], work, machine)
-    phases, most = [], 0.0
-    for name, role in config.megatron_roles().items():
-        if name in ("actor", "critic") and not (name == "critic" or work.recomputes_log_probs):
-            continue
-        task = forward_task(role, models[name], config.layout(name), config.dtype(name), work)
-        found = forward_pass(machine, task)
-        causes, resting = dict(found.causes), ()
-        if name not in config.trained_roles() and "params" in role.offload:
-            causes["host link"] = _weights(task) / machine.calibration.host_link
-            resting = (Part(f"{name} weights", int(_weights(task))),)
-        parts = (*resting, *_with_activations(config, name, plan, found, fixed))
-        phases.append(Phase(phase_name(name, "experience"), "experience", name, task.layout.world_size, causes, parts))
-    for name, role in config.trained_roles().items():
-        task = update_task(role, models[name], config.layout(name), config.dtype(name), work)
-        found = update_pass(machine, task)
-        causes = {cause: work.updates * seconds for cause, seconds in found.causes.items()}
-        parts, most = _with_activations(config, name, plan, found, fixed), max(most, *found.activations)
-        phases.append(Phase(phase_name(name, "update"), "update", name, task.layout.world_size, causes, parts))
+    engines, trained, phases = set(placement.roles["rollout"]), config.trained_roles(), []
+    cached = 0.0
+    for stage in ("experience", "update"):
+        for name, role in config.megatron_roles().items():
+            found, causes = _pass(stage, role, models[name], config.layout(name), config.dtype(name), machine, work, name)
+            if found is None:
+                continue
+            parts = _with_activations(config, name, plan, found, fixed)
+            if "host link" in causes:
+                parts = (Part(f"{name} weights", int(_weights(models[name], config.layout(name), config.dtype(name)))), *parts)
+            if name in trained and not engines.isdisjoint(placement.roles[name]):
+                cached = max(cached, *found.activations)
+            pool = placement.pool_of(placement.roles[name][0])
+            phases.append(Phase(phase_name(name, stage), stage, name, len(placement.roles[name]), causes, pool, parts))
+    shares = [name for name in trained if not engines.isdisjoint(placement.roles[name])]
     beside = [fixed]
-    if not any(role.offload or plan.releases[name].gradients for name, role in config.trained_roles().items()):
-        beside.append(Part(CACHE, int(most)))  # what torch keeps of the activations: nobody empties it before the engine wakes
-    phases = [*_rollout(config, models, machine, engine, plan, beside), *phases]
+    if not any(trained[name].offload or plan.releases[name].gradients for name in shares):
+        beside.append(Part(CACHE, int(cached)))  # what torch keeps of activations: nobody empties it before the engine wakes
+    phases = [*_rollout(config, models, machine, engine, plan, beside, placement), *phases]
     tokens = work.samples * work.mean
     return Forecast(tuple(phases), total, engine.concurrency, engine.samples, tokens, config.world_size)
+
+
+def _pass(
+    stage: str,
+    role: MegatronRoleConfig,
+    hf: HFConfig,
+    layout: Layout,
+    dtype: str,
+    machine: Machine,
+    work: Workload,
+    name: str,
+) -> tuple[Pass | None, Causes]:
+    """A role's pass in a stage, None where it has none there, and where a step's seconds go."""
+    trained = isinstance(role, TrainedConfig)
+    if stage == "update":
+        if not trained:
+            return None, {}
+        found = update_pass(machine, update_task(role, hf, layout, dtype, work))
+        return found, {cause: work.updates * seconds for cause, seconds in found.causes.items()}
+    if name == "actor" and not work.recomputes_log_probs:
+        return None, {}
+    found = forward_pass(machine, forward_task(role, hf, layout, dtype, work))
+    causes = dict(found.causes)
+    if not trained and "params" in role.offload:
+        causes["host link"] = _weights(hf, layout, dtype) / machine.calibration.host_link
+    return found, causes
 
 
 def phase_name(role: str, stage: str) -> str:
     """As the metrics call it."""
     if stage == "update":
         return "update" if role == "actor" else f"update_{role}"
-    return {"actor": "log_probs", "critic": "values"}.get(role, role)
+    return {"actor": "log_probs", "critic": "values", "cost_critic": "values of cost_critic"}.get(role, role)
 
 
 def check_forecast(found: Forecast) -> str:
@@ -261,24 +298,34 @@ def _rollout(
     engine: EngineTask,
     plan: MemoryPlan,
     beside: Sequence[Part],
+    placement: Placement,
 ) -> list[Phase]:
     role, layout = config.roles.rollout, config.layout("actor")
     hf, calibration, itemsize = models["actor"], machine.calibration, ITEMSIZE[config.dtype("rollout")]
-    around: Causes = {"reshard": reshard_seconds(machine, hf, layout, role.tp, itemsize, role.expert_parallel)}
-    if role.sleep:
+    if config.ranks("actor") == config.ranks("rollout"):
+        around: Causes = {"reshard": reshard_seconds(machine, hf, layout, role.tp, itemsize, role.expert_parallel)}
+    else:
+        around = {"weights over the network": broadcast_seconds(machine, engine.weights)}
+    if role.sleep and config.rollout_shares:
         around |= {"wake": wake_seconds(machine, engine.weights), "sleep": calibration.sleep_seconds}
     if any(release.weights for release in plan.releases.values()):
         around["release"] = calibration.release_seconds
-    states = sum(
-        _optimizer_bytes(config, models, name) for name, r in config.trained_roles().items() if "optimizer" in r.offload
-    )
+    offloaded = [name for name, r in config.trained_roles().items() if "optimizer" in r.offload]
+    states = sum(_optimizer_bytes(config, models, name) for name in offloaded)
     if states:
         around["host link"] = 2 * states / calibration.host_link
-    gpus = config.layout("rollout").world_size
+    gpus, pool = len(placement.roles["rollout"]), placement.pool_of(placement.roles["rollout"][0])
+    static = {name: _fullest_of_engines(plan, placement, name) for name in ("reshard", "rollout")}
     return [
-        Phase("reshard", "rollout", "rollout", gpus, around, (*plan.stages["reshard"], *beside)),
-        Phase("rollout", "rollout", "rollout", gpus, rollout(machine, engine), (*plan.stages["rollout"], *beside)),
+        Phase("reshard", "rollout", "rollout", gpus, around, pool, (*static["reshard"], *beside)),
+        Phase("rollout", "rollout", "rollout", gpus, rollout(machine, engine), pool, (*static["rollout"], *beside)),
     ]
+
+
+def _fullest_of_engines(plan: MemoryPlan, placement: Placement, stage: str) -> tuple[Part, ...]:
+    """What the fullest GPU that has an engine holds."""
+    found = [stages[stage] for rank, stages in plan.by_rank.items() if rank in placement.roles["rollout"]]
+    return max(found, key=lambda parts: sum(part.nbytes for part in parts))
 
 
 def _optimizer_bytes(config: Config, models: Mapping[str, HFConfig], name: str) -> float:
@@ -289,15 +336,17 @@ def _optimizer_bytes(config: Config, models: Mapping[str, HFConfig], name: str) 
     return max(states * (held.dense / layout.dp + held.experts / layout.edp) for held in stages)
 
 
-def _weights(task: Task) -> float:
-    return task.itemsize * max(held.all for held in counts.stage_elements(task.hf, task.layout))
+def _weights(hf: HFConfig, layout: Layout, dtype: str) -> float:
+    """Bytes on the fullest stage."""
+    return ITEMSIZE[dtype] * max(held.all for held in counts.stage_elements(hf, layout))
 
 
 def _with_activations(config: Config, name: str, plan: MemoryPlan, found: Pass, fixed: Part) -> tuple[Part, ...]:
     """What the fullest GPU holds while the role runs: a rank's static memory and what its own stage adds."""
-    layout = config.layout(name)
+    layout, ranks = config.layout(name), config.ranks(name)
     sums = []
     for rank, stages in plan.by_rank.items():
-        added = Part(f"{name} activations", int(found.activations[layout.coordinates(rank).pp]))
-        sums.append((*stages["update"], added, fixed))
+        if rank in ranks:
+            added = Part(f"{name} activations", int(found.activations[layout.coordinates(ranks.index(rank)).pp]))
+            sums.append((*stages["update"], added, fixed))
     return max(sums, key=lambda parts: sum(part.nbytes for part in parts))

@@ -8,8 +8,10 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, prod
+from pathlib import Path
 from typing import NamedTuple
 
+from hybridflow.config.model_folder import tensor_shapes
 from hybridflow.config.schema import Config, ConfigError
 from hybridflow.planner.counts import ITEMSIZE, stage_elements
 from hybridflow.planner.hardware import memory_sizes
@@ -21,6 +23,7 @@ GIB = 1 << 30
 # What CUDA, two libraries' communicators and workspaces take beside all that is counted here. Only the choice of
 # release_weights=auto leaves room for it: releasing costs milliseconds, running out of memory the job.
 BESIDE = 4 * GIB
+_FROZEN = ("reference", "reward", "cost")
 
 
 class Part(NamedTuple):
@@ -103,7 +106,8 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
         models: of the Megatron roles, by name.
     """
     kept = {rank: _kept(config, models, rank) for rank in _representatives(config)}
-    engine, awake = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
+    sizes = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
+    engines = {rank: sizes for rank in kept if rank in config.ranks("rollout")}
     trained = config.trained_roles()
     may = {
         name: role.release_weights != "never" and config.dtype(name) != "float32" and "params" not in role.offload
@@ -113,19 +117,22 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     releases = {name: Release("grads" in role.offload or always[name], always[name]) for name, role in trained.items()}
 
     def by_rank() -> dict[int, dict[str, tuple[Part, ...]]]:
-        return {rank: _stages(config, parts, engine, awake, releases) for rank, parts in kept.items()}
+        return {rank: _stages(config, parts, *engines.get(rank, (0, 0)), releases) for rank, parts in kept.items()}
 
-    def stages() -> dict[str, tuple[Part, ...]]:
-        found = list(by_rank().values())
+    def stages(only_beside_engines: bool = False) -> dict[str, tuple[Part, ...]]:
+        found = [stage for rank, stage in by_rank().items() if rank in engines or not only_beside_engines]
         return {name: max((stage[name] for stage in found), key=_sum) for name in found[0]}
 
     def tight() -> bool:
-        return total is not None and max(_sum(parts) for name, parts in stages().items() if name != "update") + BESIDE > total
+        found = stages(only_beside_engines=True)
+        return total is not None and max(_sum(parts) for name, parts in found.items() if name != "update") + BESIDE > total
 
+    # on ranks without an engine there is nobody to make room for
+    beside = [name for name in trained if not set(config.ranks(name)).isdisjoint(config.ranks("rollout"))]
     if tight():
-        releases = {name: Release(True, release.weights) for name, release in releases.items()}
+        releases |= {name: Release(True, releases[name].weights) for name in beside}
     if tight():
-        releases = {name: Release(True, may[name]) for name in releases}
+        releases |= {name: Release(True, may[name]) for name in beside}
     host = max(_offloaded(config, parts) for parts in kept.values()) * config.cluster.ranks_per_node
     return MemoryPlan(stages(), by_rank(), releases, host, total)
 
@@ -163,19 +170,31 @@ def gpu_total() -> int | None:
 
 
 def _representatives(config: Config) -> list[int]:
-    """One rank for every combination of the roles' pipeline stages: the others keep the same."""
-    layouts = [config.layout(name) for name in config.megatron_roles()]
+    """One rank for every combination of roles and of their pipeline stages: the others keep the same."""
+    placed = {name: (config.layout(name), config.ranks(name)) for name in [*config.megatron_roles(), "rollout"]}
+    stages = [{rank: layout.coordinates(place).pp for place, rank in enumerate(ranks)} for layout, ranks in placed.values()]
     found: dict[tuple, int] = {}
     for rank in range(config.world_size):
-        found.setdefault(tuple(layout.coordinates(rank).pp for layout in layouts), rank)
+        found.setdefault(tuple(stage.get(rank) for stage in stages), rank)
     return list(found.values())
 
 
 def _kept(config: Config, models: Mapping[str, HFConfig], rank: int) -> dict[str, Footprint]:
-    return {
-        name: footprint(models[name], config.layout(name), rank, config.dtype(name), name in config.trained_roles())
-        for name in config.megatron_roles()
-    }
+    """What the roles that live on this rank keep there."""
+    found, megatron = {}, config.megatron_roles()
+    for name in [*megatron, *(name for name in config.scoring_roles() if name not in megatron)]:
+        ranks, trained = config.ranks(name), name in config.trained_roles()
+        if rank in ranks and name in megatron:
+            found[name] = footprint(models[name], config.layout(name), ranks.index(rank), config.dtype(name), trained)
+        elif rank in ranks:
+            found[name] = _whole(config, name)
+    return found
+
+
+def _whole(config: Config, name: str) -> Footprint:
+    """Of a classifier that transformers runs."""
+    elements = sum(prod(shape) for shape in tensor_shapes(Path(config.model_path(name))).values())
+    return Footprint(elements * ITEMSIZE[config.dtype(name)])
 
 
 def _awake(config: Config, hf: HFConfig, total: int | None) -> int:
@@ -192,21 +211,20 @@ def _stages(
     config: Config, kept: Mapping[str, Footprint], engine: int, awake: int, releases: Mapping[str, Release]
 ) -> dict[str, tuple[Part, ...]]:
     """The actor's weights are there until the engine has them; what else goes, goes before the engine wakes."""
-    roles = config.megatron_roles()
     training: list[Part] = []
     aside: list[Part] = []  # of them, what stays beside the engine
     for name, size in kept.items():
-        offload, release = roles[name].offload, releases.get(name, Release(False, False))
+        offload, release = getattr(config.roles, name).offload, releases.get(name, Release(False, False))
         weights = Part(f"{name} weights", size.weights)
         gradients, states = Part(f"{name} gradients", size.gradients), Part(f"{name} optimizer", size.optimizer)
         resting = "params" in offload and name not in releases  # on the host but during its own calls
         training += [*([] if resting else [weights]), gradients, states]
         aside += [weights] * (not release.weights and "params" not in offload)
         aside += [gradients] * (not release.gradients) + [states] * ("optimizer" not in offload)
-    actor_weights = Part("actor weights", kept["actor"].weights)
+    actor_weights = Part("actor weights", kept["actor"].weights if "actor" in kept else 0)
     buckets = Part("messages", config.resharding.bucket_mb << 20 if config.world_size > 1 else 0)
     vllm = Part("vLLM" if awake > engine else "vLLM without its KV cache", awake)
-    sleeps = config.roles.rollout.sleep
+    sleeps = config.roles.rollout.sleep and config.rollout_shares
     others = [part for part in aside if part != actor_weights]
     found = {
         "reshard": [Part("vLLM weights", engine) if sleeps else vllm, actor_weights, *others, buckets],
@@ -221,13 +239,14 @@ def _offloaded(config: Config, kept: Mapping[str, Footprint]) -> int:
     offloaded = 0
     for name, size in kept.items():
         sizes = {"params": size.weights, "grads": 0, "optimizer": size.optimizer}
-        offloaded += sum(sizes[what] for what in set(config.megatron_roles()[name].offload))
+        offloaded += sum(sizes[what] for what in set(getattr(config.roles, name).offload))
     return offloaded
 
 
 def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryPlan) -> str:
     """The keys that help in this stage, the cheapest first."""
-    sizes, actor, critic = dict(parts), config.roles.actor, config.roles.critic
+    sizes, actor = dict(parts), config.roles.actor
+    critics = {name: role for name, role in config.trained_roles().items() if name != "actor"}
     found = []
     if not config.roles.rollout.sleep and stage != "rollout":
         found.append("set roles.rollout.sleep=true")
@@ -236,17 +255,18 @@ def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryP
             found.append(f"add params to roles.actor.offload={actor.offload}")
         else:
             found.append(f"use roles.actor.release_weights=auto instead of {actor.release_weights}")
-    if "reference weights" in sizes:
-        found.append("set roles.reference.offload=[params]")
-    if stage != "update" and "critic weights" in sizes:
-        found.append(f"add params to roles.critic.offload={critic.offload}")
+    found += [f"set roles.{name}.offload=[params]" for name in _FROZEN if f"{name} weights" in sizes]
+    for name, critic in critics.items():
+        if stage != "update" and f"{name} weights" in sizes:
+            found.append(f"add params to roles.{name}.offload={critic.offload}")
     if stage != "update" and "actor optimizer" in sizes:
         found.append(f"add optimizer to roles.actor.offload={actor.offload}")
-    if stage != "update" and "critic optimizer" in sizes:
-        found.append(f"add optimizer to roles.critic.offload={critic.offload}")
+    for name, critic in critics.items():
+        if stage != "update" and f"{name} optimizer" in sizes:
+            found.append(f"add optimizer to roles.{name}.offload={critic.offload}")
     if stage == "rollout":
         share = floor(100 * (plan.total - _sum(parts) + sizes.get("vLLM", 0)) / plan.total) / 100
-        if "vLLM" in sizes and share * plan.total > dict(plan.stages["reshard"])["vLLM weights"]:
+        if "vLLM" in sizes and share * plan.total > dict(plan.stages["reshard"]).get("vLLM weights", 0):
             found.append(f"lower roles.rollout.gpu_memory_utilization to at most {share}")
     found.append(f"use more ranks (now {config.world_size}) or a larger roles.actor.tp={actor.tp} or pp={actor.pp}")
     return ", or ".join(found)

@@ -247,7 +247,7 @@ def _optimizer_states(held: counts.Elements, layout: Layout, itemsize: int) -> f
 
 def _splits(hf: HFConfig, pp: int, vpp: int) -> list[Split]:
     """Even stages, and those where the output layer counts as the layers that take as long."""
-    counted = round(counts.output_matrix(hf) / (counts.attention_matrices(hf) + counts.mlp_matrices(hf)))
+    counted = round(hf.output_weights / hf.layer_weights)
     if pp == 1 or not counted or hf.num_layers < pp * vpp + counted:
         return [Split()]
     return [Split(), Split(loss=counted)]

@@ -109,7 +109,7 @@ def _layer_forward(machine: Machine, task: Task) -> Causes:
     causes = {
         "matrix products": share * (counts.attention_matrices(hf) + (0 if hf.is_moe else counts.mlp_matrices(hf))) / rate,
         # the kernel computes the half under the diagonal: 2 A sum(l^2) of the 4 A sum(l^2) that are counted for MFU
-        "attention": 2 * counts.query_width(hf) * squares / layout.tp * calibration.matrix / (calibration.attention * rate),
+        "attention": 2 * hf.attention_size * squares / layout.tp * calibration.matrix / (calibration.attention * rate),
         # every tensor that is kept was written once and read once
         "element-wise": 2 * tokens * counts.activation_bytes(hf, layout, task.itemsize) / machine.memory_rate,
         "launches": calibration.layer_seconds,
@@ -186,9 +186,9 @@ def _head_forward(machine: Machine, task: Task) -> Causes:
     """Output layer and log-probs, on the last stage."""
     per_rank = task.layout.tp if task.hf.head == "lm" else 1
     share = task.micro.tokens / per_rank
-    logits = share * counts.output_matrix(task.hf) / task.hf.hidden_size
+    logits = share * task.hf.output_weights / task.hf.hidden_size
     return {
-        "matrix products": 2 * share * counts.output_matrix(task.hf) / machine.matrix_rate(task.itemsize),
+        "matrix products": 2 * share * task.hf.output_weights / machine.matrix_rate(task.itemsize),
         "loss": LOGIT_TRAFFIC * logits / machine.memory_rate,
     }
 

@@ -126,7 +126,7 @@ class Search:
             vllm = Part("vLLM", int(pool.engine.utilization * self.machine.cluster.gpu.memory_bytes))
             beside = [Part(f"{option.role} at rest", int(option.resting)) for option in pool.options if option.resting]
             yield Phase("reshard", "rollout", ENGINE, pool.gpus, pool.engine.around)
-            yield Phase("rollout", "rollout", ENGINE, pool.gpus, pool.engine.causes, (vllm, *beside, fixed))
+            yield Phase("rollout", "rollout", ENGINE, pool.gpus, pool.engine.causes, parts=(vllm, *beside, fixed))
         static = [Part(f"{option.role} while training", int(option.static)) for option in pool.options if option.static]
         for option in pool.options:
             inferred, updated = self.options.passes(self.roles[option.role], option)
@@ -137,7 +137,7 @@ class Search:
                     causes |= {"host link": waiting} if stage == "experience" and option.offload else {}
                     own = [Part(f"{option.role} weights", int(option.offloaded))] if option.offloaded else []
                     parts = (*static, *own, Part(f"{option.role} activations", int(max(found.activations))), fixed)
-                    yield Phase(phase_name(option.role, stage), stage, option.role, pool.gpus, causes, parts)
+                    yield Phase(phase_name(option.role, stage), stage, option.role, pool.gpus, causes, parts=parts)
 
     def best(self, partition: tuple[tuple[str, ...], ...]) -> Placement:
         """The best allocation of one placement."""

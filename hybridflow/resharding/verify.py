@@ -132,7 +132,8 @@ def _checksums(
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """[ranks, tiles] int64 on the host: the checksum of each tile, in the order of the rank's tile map; zeros behind."""
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    # a group may reach beyond this process's world, where dist.get_rank would look for it in vain
+    rank = group.rank() if group is not None else dist.get_rank() if dist.is_initialized() else 0
     own = [
         checksum(parameters[name][as_index(tile.local_slices)], tile.hf_slices, extents[tile.hf_name], dtype)
         for name, held in kinds.maps[kinds.of[rank]].items()

@@ -9,27 +9,35 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
-from hybridflow.rewards.scorers import RewardError, ScorerSpec, load_scorer
-
-Item = tuple[str, str, str, dict[str, Any]]  # prompt, response, answer, metadata
+from hybridflow.rewards.scorers import Item, RewardError, ScorerSpec, load_scorer
 
 _START_SECONDS = 120.0  # a worker's imports on a busy machine
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards in the order of the items; an item that failed or ran out of time has 0."""
+    """Rewards in the order of the items; one that failed or ran out of time has 0, and its index is in `unscored`."""
 
     rewards: list[float]
     failed: int
     timed_out: int
     first_failure: str | None
+    unscored: frozenset[int] = frozenset()
+    cached: int = 0  # items that nobody had to be asked about
+    seconds: float = 0.0  # that the scorer was at it
+
+
+def collect(results: Mapping[int, tuple[float | None, str | None]], timed_out: int) -> Scores:
+    """Of (reward, None) or (None, what went wrong) by the item's index; `timed_out` of them ran out of time."""
+    failures = {number: why for number, (reward, why) in sorted(results.items()) if reward is None}
+    rewards = [results[number][0] or 0.0 for number in range(len(results))]
+    first = next(iter(failures.values()), None)
+    return Scores(rewards, len(failures) - timed_out, timed_out, first, frozenset(failures))
 
 
 class DirectScorer:
@@ -62,7 +70,8 @@ class ScorerPool:
             RewardError: the scorer can't be loaded.
         """
         if concurrency < 1 or timeout <= 0:
-            raise RewardError(f"reward.concurrency={concurrency} and reward.timeout={timeout} must be positive")
+            section = spec.section
+            raise RewardError(f"{section}.concurrency={concurrency} and {section}.timeout={timeout} must be positive")
         self._spec, self._timeout = spec, timeout
         self._workers: list[_Worker] = []
         try:
@@ -95,12 +104,10 @@ class ScorerPool:
             for worker, number, deadline in list(busy.values()):
                 if deadline <= time.monotonic():
                     del busy[worker.connection]
-                    results[number] = (None, f"no reward after reward.timeout={self._timeout} s")
+                    results[number] = (None, f"no answer after {self._spec.section}.timeout={self._timeout} s")
                     timed_out += 1
                     idle.append(self._replace(worker))
-        failures = [results[number][1] for number in range(len(items)) if results[number][0] is None]
-        rewards = [results[number][0] or 0.0 for number in range(len(items))]
-        return Scores(rewards, len(failures) - timed_out, timed_out, failures[0] if failures else None)
+        return collect(results, timed_out)
 
     def close(self) -> None:
         for worker in self._workers:

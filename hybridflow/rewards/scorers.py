@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+Item = tuple[str, str, str, dict[str, Any]]  # prompt, response, answer, metadata
 Scorer = Callable[[str, str, str, dict[str, Any]], float]
 
 
@@ -20,12 +21,16 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """Which scorer: `task` (reasoning_gym's own, of `task` with `options`), `last_integer`, or `function` ("file.py:name")."""
+    """Which scorer: `task` (reasoning_gym's own, of `task` with `options`), `last_integer`, or `function` ("file.py:name").
+
+    `section` of the config names it in messages: reward or cost.
+    """
 
     kind: str
     function: str = ""
     task: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    section: str = "reward"
 
 
 def load_scorer(spec: ScorerSpec) -> Scorer:
@@ -39,8 +44,8 @@ def load_scorer(spec: ScorerSpec) -> Scorer:
         case "task":
             return _task_scorer(spec)
         case "function":
-            return _load_function(spec.function)
-    raise RewardError(f"reward.kind={spec.kind!r} is unknown: use task, last_integer or function")
+            return _load_function(spec.function, f"{spec.section}.function")
+    raise RewardError(f"{spec.section}.kind={spec.kind!r} is unknown: use task, last_integer or function")
 
 
 def last_integer(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -70,7 +75,7 @@ def _task_scorer(spec: ScorerSpec) -> Scorer:
     try:
         dataset = create_dataset(spec.task, spec.options, seed=0)
     except ValueError as error:
-        raise RewardError(f"reward.kind=task: {error}") from error
+        raise RewardError(f"{spec.section}.kind=task: {error}") from error
 
     def score(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
         entry = {"question": prompt, "answer": answer, "metadata": metadata}
@@ -79,20 +84,20 @@ def _task_scorer(spec: ScorerSpec) -> Scorer:
     return score
 
 
-def _load_function(path: str) -> Scorer:
+def _load_function(path: str, key: str) -> Scorer:
     file, separator, name = path.rpartition(":")
     if not separator or not file.endswith(".py"):
-        raise RewardError(f"reward.function={path!r} must look like path/to/file.py:name")
+        raise RewardError(f"{key}={path!r} must look like path/to/file.py:name")
     if not Path(file).is_file():
-        raise RewardError(f"reward.function={path!r}: the file {file} does not exist")
+        raise RewardError(f"{key}={path!r}: the file {file} does not exist")
     spec = importlib.util.spec_from_file_location(f"hybridflow_user_reward_{Path(file).stem}", file)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script that ends itself would end the command without a word
-        raise RewardError(f"reward.function={path!r}: importing {file} failed: {type(error).__name__}: {error}") from error
+        raise RewardError(f"{key}={path!r}: importing {file} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        raise RewardError(f"reward.function={path!r}: {file} has no function {name}: there are {', '.join(names) or 'none'}")
+        raise RewardError(f"{key}={path!r}: {file} has no function {name}: there are {', '.join(names) or 'none'}")
     return function

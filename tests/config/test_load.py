@@ -120,7 +120,7 @@ def test_save_and_load_again(path, tmp_path):
             " use roles.reference.offload=[params]",
         ),
         ("roles.critic.tpp=1", "unknown key roles.critic.tpp: did you mean roles.critic.tp?"),
-        ("roles.cost.tp=1", "unknown key roles.cost: cost models are not in this version"),
+        ("roles.cost.tpp=1", "unknown key roles.cost.tpp: did you mean roles.cost.tp?"),
         ("run.steps=${batch.nope}", "run.steps: Interpolation key 'batch.nope' not found"),
         ("steps", "override 'steps' is not of the form key=value, such as run.steps=10"),
     ],

@@ -4,11 +4,13 @@ import json
 import re
 
 import pytest
+from safetensors.numpy import save_file
 
 from hybridflow.config import preflight
 from hybridflow.config.load import load
 from hybridflow.config.schema import ConfigError
 from hybridflow.data.tokenizer import character_tokenizer
+from tests import hf_models
 from tests.config.folders import write_config, write_model
 
 
@@ -41,10 +43,15 @@ def test_passes(tmp_path, model):
         ["roles.actor={tp: 1, pp: 3}", "cluster.ranks_per_node=3", "roles.rollout.tp=1"],  # 4 layers: 1, 2 and 1
         ["roles.actor.split.stages=[3,1]"],
         ["roles.actor.split={embedding: 1, loss: 1}"],
+        ["roles.actor={tp: 1, pp: 2, vpp: 2, split: {by_cost: true}, overlap_grad_reduce: true}", "run.profile=true"],
+        ["roles.actor={vpp: 2, megatron: {overlap_p2p_comm: false}}"],
         ["roles.actor={tp: 1, pp: 1}", "batch.prompts=7"],  # 14 samples a mini-batch over DP 4: filled up, not refused
         ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
         ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed
         ["roles.actor.ranks=[0,1,2,3]"],
+        ["algorithm.name=ppo", "roles.critic.ranks=[0,1]"],
+        ["algorithm.name=ppo", "roles.actor={ranks: [0,1], pp: 1}", "roles.rollout.ranks=[0-1]", "roles.critic.ranks=[2-3]"],
+        ["roles.actor={ranks: [2,3], tp: 1}", "roles.rollout.ranks=['node0:[0,1]']"],
         ["batch.mini_batches=3"],  # 32 samples: 11, 11 and 10
         ["algorithm.kl_coefficient=0.1"],
         ["algorithm.kl_coefficient=0.1", "roles.actor.offload=[params,grads,optimizer]"],  # the reference has params only
@@ -69,13 +76,61 @@ def test_passes_with(tmp_path, model, overrides):
         (["algorithm.name=pppo"], "algorithm.name='pppo' is unknown: did you mean ppo?"),
         (
             ["algorithm.name=dqn"],
-            "algorithm.name='dqn' is unknown: use grpo, ppo, remax, or package.module:Class of your own",
+            "algorithm.name='dqn' is unknown: use grpo, ppo, remax, safe_rlhf, or package.module:Class of your own",
         ),
         (
             ["algorithm.name=nowhere:Mine"],
             "algorithm.name='nowhere:Mine': importing nowhere failed: ModuleNotFoundError: No module named 'nowhere'",
         ),
-        (["roles.critic={pp: 2}"], "roles.critic would not be used by algorithm.name=grpo: leave it out, or use ppo"),
+        (
+            ["roles.critic={pp: 2}"],
+            "roles.critic would not be used by algorithm.name=grpo: leave it out, or use ppo or safe_rlhf",
+        ),
+        (
+            ["algorithm.name=ppo", "cost.kind=last_integer"],
+            "cost would not be used by algorithm.name=ppo: leave it out, or use safe_rlhf",
+        ),
+        (
+            ["algorithm.name=safe_rlhf"],
+            "algorithm.name=safe_rlhf needs costs: give the section cost a kind, or roles.cost a model",
+        ),
+        (
+            ["algorithm={name: safe_rlhf, lambda_init: 0}", "cost.kind=last_integer"],
+            "algorithm.lambda_init=0.0 is not above 0 and at most lambda_max=10.0",
+        ),
+        (["reward.kind=model"], "reward.kind=model needs a model that scores: give roles.reward.model.path"),
+        (["reward.model_weight=0.5"], "reward.model_weight=0.5 needs a model that scores: give roles.reward.model.path"),
+        (
+            ["roles.reward.tp=2"],
+            "roles.reward would not be used: set reward.kind=model, or reward.model_weight to add its score",
+        ),
+        (
+            ["reward.kind=model", "roles.reward.tp=2"],
+            "roles.reward.model.path is not set: give the folder of a classifier with one label",
+        ),
+        (
+            ["reward={kind: model, model_weight: 2}", "roles.reward.model.path=m"],
+            "reward.model_weight=2.0 is for a model beside another kind: leave it out",
+        ),
+        (
+            ["reward.kind=model", "roles.reward={backend: hf, tp: 2, model: {path: m}}"],
+            "roles.reward.tp=2 splits a model, but backend=hf has all of it on every rank: use 1, or"
+            " roles.reward.backend=megatron",
+        ),
+        (
+            ["reward.kind=model", "roles.reward={trust_remote_code: true, model: {path: m}}"],
+            "roles.reward.trust_remote_code=true would not be used: set roles.reward.backend=hf",
+        ),
+        (
+            ["reward={kind: http, url: 'localhost:80'}"],
+            "reward.url='localhost:80' is not the address of a server, such as http://127.0.0.1:8000/score",
+        ),
+        (["reward.url=http://a/b"], "reward.url=http://a/b would not be used: set reward.kind=http"),
+        (["reward.retries=-1"], "reward.retries=-1 is too small: use at least 0"),
+        (
+            ["algorithm.name=safe_rlhf", "cost={kind: function, function: 'no.py:f'}"],
+            "cost.function='no.py:f': the file no.py does not exist",
+        ),
         (["algorithm={name: ppo, gae_lambda: 1.5}"], "algorithm.gae_lambda=1.5 is not in [0, 1]"),
         (["algorithm={name: ppo, gamma: -0.1}"], "algorithm.gamma=-0.1 is not in [0, 1]"),
         (["algorithm={name: ppo, value_clip: -1}"], "algorithm.value_clip=-1.0 is too small: use at least 0"),
@@ -111,8 +166,9 @@ def test_passes_with(tmp_path, model, overrides):
             " weights are the masters: use roles.critic.offload=[params], or bfloat16",
         ),
         (
-            ["algorithm.name=ppo", "roles.critic.ranks=[0,1]"],
-            "roles.critic.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+            ["algorithm.name=ppo", "roles.critic={ranks: [0,1], tp: 4}"],
+            "roles.critic.ranks=[0, 1] = 2 ranks are fewer than roles.critic.tp=4 x pp=1 x cp=1 = 4:"
+            " change roles.critic.ranks or the layout",
         ),
         (
             ["algorithm.name=ppo", "roles.critic.megatron.num_layers=8"],
@@ -121,7 +177,8 @@ def test_passes_with(tmp_path, model, overrides):
         (["cluster.launcher=ray"], "cluster.launcher=ray is not supported yet: use torchrun"),
         (
             ["roles.rollout.ranks=[0,1]"],
-            "roles.rollout.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+            "roles.rollout.ranks=[0, 1] leaves out rank 2, which is in one pool with it through actor (ranks 0-3): an engine"
+            " needs a world of its own, so give rollout all ranks of the pool, or ranks that no other role has",
         ),
         (["roles.actor.cp=2"], "roles.actor.cp=2 is not supported yet: use 1"),
         (["run.save_every=5"], "run.save_every=5: checkpoints are not supported yet: use 0"),
@@ -205,6 +262,30 @@ def test_passes_with(tmp_path, model, overrides):
         (
             ["roles.actor.vpp=4"],
             "roles.actor: num_hidden_layers=4 is too few for the 8 chunks of pp=2 x vpp=4: lower one of them",
+        ),
+        (
+            ["roles.actor.megatron.overlap_p2p_comm=true"],
+            "roles.actor.megatron.overlap_p2p_comm=true needs the interleaved schedule, but roles.actor.vpp=1:"
+            " use vpp=2 or more, or false",
+        ),
+        (
+            ["roles.actor={vpp: 2, megatron: {overlap_p2p_comm: false, overlap_p2p_comm_warmup_flush: true}}"],
+            "roles.actor.megatron.overlap_p2p_comm_warmup_flush=true overlaps the rest of what"
+            " roles.actor.megatron.overlap_p2p_comm=false does not overlap: leave out one of them",
+        ),
+        (
+            ["roles.actor.megatron.deallocate_pipeline_outputs=true"],
+            "roles.actor.megatron.deallocate_pipeline_outputs follows from another key:"
+            " set roles.actor.megatron.overlap_p2p_comm instead",
+        ),
+        (
+            ["roles.reference={pp: 2, megatron: {microbatch_group_size_per_vp_stage: 4}}", "algorithm.kl_coefficient=0.1"],
+            "roles.reference.megatron.microbatch_group_size_per_vp_stage cannot be chosen: micro-batches go through the chunks"
+            " in groups of pp",
+        ),
+        (
+            ["roles.actor.split={by_cost: true, loss: 2}"],
+            "roles.actor.split.by_cost=true derives what roles.actor.split.loss=2 gives: leave out one of them",
         ),
         (
             ["roles.actor.split.stages=[2,3]"],
@@ -416,6 +497,33 @@ class TestModelFolder:
         assert "Qwen2ForTokenClassification with 2 labels is not a value model, which has 1 (id2label)" in refused(
             tmp_path, model, *ppo, f"roles.critic.model.path={untied}"
         )
+
+    def test_a_reward_models_folder(self, tmp_path, model):
+        folder = tmp_path / "reward"
+        asked = ["reward.kind=model", f"roles.reward.model.path={folder}"]
+        assert refused(tmp_path, model, *asked).startswith(f"model folder {folder} does not exist")
+        hf_models.make_classifier(folder, "qwen2", vocab_size=110, max_position_embeddings=256)
+        character_tokenizer("0123456789+-=").save_pretrained(folder)
+        for backend in ("megatron", "hf"):
+            check(tmp_path, model, *asked, f"roles.reward.backend={backend}")
+        message = (
+            f"roles.reward.model.path={folder} has other tokens than the actor's {model}: use roles.reward.retokenize=auto"
+        )
+        assert refused(tmp_path, model, *asked, "roles.reward.retokenize=never") == message
+        assert "architecture Qwen2ForCausalLM is not supported: use one of LlamaForSequenceClassification, Qwen2For" in refused(
+            tmp_path, model, "reward.kind=model", f"roles.reward.model.path={model}"
+        )
+        text = refused(tmp_path, model, "reward.kind=model", f"roles.reward={{backend: hf, model: {{path: {model}}}}}")
+        assert text.endswith(f"{model} has 2 labels, a model that scores has 1 (id2label)")
+        tensors = {name: tensor.numpy() for name, tensor in hf_models.state(folder).items() if name != "score.weight"}
+        save_file(tensors, folder / "model.safetensors")
+        text = f"model folder {folder} lacks the tensor score.weight"
+        assert refused(tmp_path, model, *asked) == f"{text}, which its config.json asks for"
+        assert text in refused(tmp_path, model, *asked, "roles.reward.backend=hf")
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | {"id2label": {"0": "bad", "1": "good"}}))
+        text = "Qwen2ForSequenceClassification with 2 labels is not a reward model, which has 1 (id2label)"
+        assert text in refused(tmp_path, model, *asked)
 
     def test_a_critic_reads_the_actors_tokens(self, tmp_path, model):
         other = write_model(tmp_path / "other")

@@ -1,6 +1,7 @@
 """Bytes on a GPU from shapes: against HF's own parameter count, and the arithmetic of what stays, goes and does not fit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hybridflow.planner import memory
 from hybridflow.planner.memory import GIB, Footprint, check_fits, footprint, memory_plan
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
+from tests import hf_models
 from tests.config.folders import write_config
 
 SHAPE = Path(__file__).parents[2] / "configs" / "models" / "qwen2_7b.json"
@@ -162,6 +164,35 @@ def test_a_critic_that_does_not_fit_beside(tmp_path, hf):
     assert "add params to roles.critic.offload=[], or add optimizer to roles.actor.offload=[], or add optimizer to" in text
 
 
+def test_models_that_score(tmp_path, hf, elements):
+    """One in Megatron, one that transformers runs, whose bytes are those of its files in the role's dtype."""
+    fields = json.loads(SHAPE.read_text()) | {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "good"}}
+    score = HFConfig.from_dict(fields, head="score")
+    cost = hf_models.make_classifier(tmp_path / "cost", "llama")
+    size = sum(tensor.numel() for tensor in hf_models.state(cost).values())
+    chosen = config(
+        tmp_path,
+        "algorithm.name=safe_rlhf",
+        "roles.critic={offload: [params,optimizer,grads]}",
+        "reward.kind=model",
+        "roles.reward={tp: 2, offload: [params], model: {path: r}}",
+        f"roles.cost={{backend: hf, dtype: float32, model: {{path: {cost}}}}}",
+    )
+    values = HFConfig.from_dict(json.loads(SHAPE.read_text()), head="value")
+    models = {"actor": hf, "critic": values, "cost_critic": values, "reward": score}
+    found = memory_plan(chosen, models, None)
+    parts = {name: dict(stage) for name, stage in found.stages.items()}
+    assert all(stage["cost weights"] == 4 * size for stage in parts.values())
+    assert all("reward weights" not in stage for stage in parts.values())  # on the host but during its own calls
+    assert {"cost_critic gradients", "cost_critic optimizer", "critic weights"} <= parts["update"].keys()
+    norms = hf.num_layers * 2 + 1  # whole on every tensor-parallel rank, as the head is
+    reward = (elements - hf.vocab_size * hf.hidden_size + norms * hf.hidden_size) // 2 + hf.hidden_size
+    critics = 2 * (2 + 12 // 2) * (elements - hf.vocab_size * hf.hidden_size + hf.hidden_size + 1)
+    assert found.host_bytes == pytest.approx(2 * (2 * reward + critics), rel=1e-3)
+    with pytest.raises(ConfigError, match=r"set roles\.cost\.offload=\[params\], or add optimizer to roles\.actor\.offload"):
+        check_fits(chosen, models, replace(memory_plan(chosen, models, 60 * GIB), host_bytes=0), HOST)
+
+
 def test_host_memory_of_what_is_offloaded(tmp_path, hf, elements):
     overrides = ["roles.actor.offload=[params,optimizer,grads]", "roles.reference={offload: [params]}"]
     found = plan(tmp_path, hf, *overrides)
@@ -209,3 +240,19 @@ def test_what_fits_passes(tmp_path, hf, overrides, ranks):
     chosen = config(tmp_path, *overrides, ranks=ranks)
     models = dict.fromkeys(chosen.megatron_roles(), hf)
     check_fits(chosen, models, memory_plan(chosen, models, H200), HOST)
+
+
+def test_an_engine_on_ranks_of_its_own_asks_nothing_of_training(tmp_path, hf):
+    """One GPU trains, the other has the engine: nothing goes, and no GPU holds both."""
+    alone = ["roles.actor={ranks: [0], tp: 1, pp: 1}", "roles.rollout={ranks: [1], tp: 1, gpu_memory_utilization: 0.9}"]
+    for name in ("both", "apart"):
+        (tmp_path / name).mkdir()
+    both = plan(tmp_path / "both", hf, "roles.actor={tp: 1, pp: 1}", "roles.rollout={tp: 1, gpu_memory_utilization: 0.9}")
+    apart = plan(tmp_path / "apart", hf, *alone)
+    assert both.releases["actor"] == memory.Release(True, True)
+    assert apart.releases["actor"] == memory.Release(False, False)
+    names = {part.name for parts in apart.stages.values() for part in parts}
+    assert {"actor weights", "actor gradients", "actor optimizer"} <= names
+    rollout = dict(apart.stages["rollout"])
+    assert ("vLLM" in rollout) != ("actor weights" in rollout)
+    check_fits(config(tmp_path / "apart", *alone), dict.fromkeys(["actor"], hf), apart, HOST)

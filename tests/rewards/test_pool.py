@@ -43,6 +43,7 @@ def test_order_failures_and_workers_that_are_replaced(spec):
         scores = pool.score([item(response) for response in responses])
         assert scores.rewards == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
         assert (scores.failed, scores.timed_out, scores.first_failure) == (4, 1, "KeyError: 'oh'")
+        assert scores.unscored == {2, 4, 5, 7, 8}
         scores = pool.score([item("crash"), item("hang"), item("a")])
         assert scores.rewards == [0, 0, 1]
         assert (scores.failed, scores.timed_out) == (1, 1)
