@@ -92,7 +92,7 @@ class _Model:
         sequences = [
             {
                 "tokens": torch.randint(self._work.hf.vocab_size, (n,), generator=generator),
-                "weight": torch.randn(n, generator=generator),
+                "weight": torch.rand(n, generator=generator),
             }
             for n in self._work.lengths
         ]
@@ -250,7 +250,7 @@ def _timed(pipeline: _Pipeline, meter: BubbleMeter) -> tuple[float, float | None
 
 
 def _policy_loss(log_probs: Tensor, entropy: Tensor, micro_batch: step.MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    total = -(log_probs * (1.0 + micro_batch.fields["weight"])).sum()
+    total = -(log_probs * micro_batch.fields["weight"]).sum()  # 0 where a token has no next one, and in padding
     count = torch.tensor(sum(micro_batch.lengths), dtype=torch.int, device=log_probs.device)
     return total, count, {"loss": total.detach(), "count": count}
 

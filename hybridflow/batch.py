@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -71,6 +72,10 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"Batch({len(self)} sequences: {', '.join(self.names)})"
+
+    def __reduce__(self) -> tuple:
+        """Pickled as numpy arrays: Ray keeps those in shared memory, one copy for all readers of a host."""
+        return _unpack, ({name: _pack(self._data[name]) for name in self.names},)
 
     @property
     def names(self) -> list[str]:
@@ -157,3 +162,27 @@ class Batch:
                 for name in names
             }
         )
+
+
+_Packed = tuple[torch.dtype, tuple[int, ...], np.ndarray, np.ndarray | None]
+
+
+def _pack(column: Tensor) -> _Packed:
+    """A column's type, shape, bytes, and of a ragged one the offsets; numpy has no bfloat16, but bytes."""
+    values = (column.values() if column.is_nested else column).detach().cpu().contiguous()
+    offsets = column.offsets().cpu().numpy() if column.is_nested else None
+    return values.dtype, tuple(values.shape), values.reshape(-1).view(torch.uint8).numpy(), offsets
+
+
+def _unpack(columns: dict[str, _Packed]) -> Batch:
+    return Batch({name: _unpack_column(*packed) for name, packed in columns.items()})
+
+
+def _unpack_column(dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray, offsets: np.ndarray | None) -> Tensor:
+    values = _writable(data).view(dtype).reshape(shape)
+    return values if offsets is None else torch.nested.nested_tensor_from_jagged(values, _writable(offsets))
+
+
+def _writable(data: np.ndarray) -> Tensor:
+    """As a tensor: of a copy where the memory is another's, since a write into that would end the process or reach others."""
+    return torch.from_numpy(data if data.flags.writeable else data.copy())

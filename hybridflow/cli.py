@@ -89,8 +89,10 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _show_memory(config, models, device)
     _warn_of_untested_versions()
 
-    from hybridflow.torchrun import launch
-
+    if config.cluster.launcher == "ray":
+        from hybridflow.ray_driver import launch
+    else:
+        from hybridflow.torchrun import launch
     return launch(config, device, arguments.config, overrides)
 
 

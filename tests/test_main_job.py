@@ -1,10 +1,12 @@
-"""The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host, and a killed rank."""
+"""The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host and one of them on Ray,
+and a killed rank."""
 
 import collections
 import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,9 +58,10 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def jobs(model, tmp_path_factory) -> dict[str, tuple[Path, str]]:
-    """Both jobs' run folders and output; they run at the same time."""
+    """All jobs' run folders and output; they run at the same time."""
     root = tmp_path_factory.mktemp("runs")
-    started = {name: start(model, root / name, options) for name, options in (("quick", QUICK), ("other", OTHER))}
+    asked = {"quick": QUICK, "other": OTHER, "ray": [*QUICK, "cluster.launcher=ray"]}
+    started = {name: start(model, root / name, options) for name, options in asked.items()}
     found = {}
     for name, process in started.items():
         try:
@@ -92,6 +95,17 @@ def test_metrics_of_every_step(jobs):
         assert math.isfinite(step["actor/grad_norm"])
         phases = sum(step[f"time/{name}"] for name in ("wake", "reshard", "rollout", "sleep", "reward", "update"))
         assert phases <= step["time/step"]
+
+
+def test_ray_gives_what_torchrun_gives(jobs):
+    ours, theirs = (rows(jobs[name][0] / "metrics.jsonl") for name in ("ray", "quick"))
+    assert [step.keys() for step in ours] == [step.keys() for step in theirs] and len(ours) == 3
+    for step, other in zip(ours, theirs, strict=True):
+        same = [name for name in step if name.partition("/")[0] not in ("time", "perf", "memory")]
+        assert len(same) > 15
+        assert {name: step[name] for name in same} == pytest.approx({name: other[name] for name in same}, rel=0, abs=1e-6)
+    samples = [(jobs[name][0] / "samples.jsonl").read_text() for name in ("ray", "quick")]
+    assert samples[0] == samples[1]
 
 
 def test_the_warm_start_learns_and_evaluations_are_recorded(jobs):
@@ -185,8 +199,10 @@ def test_a_run_that_is_there_is_not_overwritten(jobs, model):
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_rank_ends_the_job(model, tmp_path):
-    process = start(model, tmp_path / "run", [*QUICK, "run.steps=1000", "warm_start.steps=1"])
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+def test_a_killed_rank_ends_the_job(model, tmp_path, launcher):
+    options = [*QUICK, "run.steps=1000", "warm_start.steps=1", f"cluster.launcher={launcher}"]
+    process = start(model, tmp_path / "run", options)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     try:
@@ -194,12 +210,15 @@ def test_a_killed_rank_ends_the_job(model, tmp_path):
             time.sleep(0.2)
             assert process.poll() is None
         family = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in family if "RANK" in child.environ()]
-        victim = next(child for child in ranks if child.environ()["RANK"] == "2")
+        if launcher == "torchrun":
+            victim = next(child for child in family if child.environ().get("RANK") == "2")
+        else:
+            victim = next(child for child in family if child.name().startswith("ray::RankActor"))
         victim.send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
         assert process.returncode == 1
+        assert re.search(r"hybridflow: error: rank \d on \S+ (died in \w+\.\w+ \(step \d+, |was ended by SIGKILL)", output)
         assert time.monotonic() - killed < 60
         assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert metrics.stat().st_size

@@ -5,6 +5,7 @@ cheapest to the dearest.
 """
 
 import difflib
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from hybridflow.config.run_folder import check_run_folder
 from hybridflow.config.schedule_checks import check_schedule
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.config.score_checks import check_classifier, check_scores
-from hybridflow.controller.placement import place
+from hybridflow.controller.placement import either, place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -144,6 +145,7 @@ def check_shapes(config: Config) -> dict[str, HFConfig]:
     """
     _check_not_yet(config)
     _check_numbers(config)
+    _check_launcher(config)
     _check_cluster(config)
     _check_offload(config)
     _check_name(config)
@@ -168,16 +170,23 @@ def check_devices(config: Config) -> str:
     import torch
 
     gpus, ranks = torch.cuda.device_count(), config.cluster.ranks_per_node
-    device = config.cluster.device
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    if device == "cuda" and gpus < ranks:
+    device = chosen_device(config)
+    if device == "cuda" and gpus < ranks and not config.cluster.address:
         raise ConfigError(
             f"cluster.ranks_per_node={ranks} but torch can use {gpus} GPUs on this machine: lower it, or set cluster.device=cpu"
         )
     if device == "cpu":
         _check_engine_on_cpu(config.model_path("actor"), _read_model(config, "actor"))
     return device
+
+
+def chosen_device(config: Config) -> str:
+    """What `cluster.device` stands for; imports torch. A cluster with an address is asked for GPUs, whatever is here."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    import torch
+
+    return "cuda" if config.cluster.address or torch.cuda.device_count() else "cpu"
 
 
 def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) -> str:
@@ -192,6 +201,8 @@ def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) ->
 
     from hybridflow.planner.memory import check_fits, gpu_total, memory_plan
 
+    if config.cluster.address:  # the nodes are other machines than this
+        return memory_plan(config, models, None).render()
     plan = memory_plan(config, models, gpu_total())
     check_fits(config, models, plan, psutil.virtual_memory().total)
     return plan.render()
@@ -209,8 +220,6 @@ def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
 
 
 def _check_not_yet(config: Config) -> None:
-    if config.cluster.launcher == "ray":
-        raise ConfigError("cluster.launcher=ray is not supported yet: use torchrun")
     for name, role in config.megatron_roles().items():
         if role.cp > 1:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
@@ -301,6 +310,45 @@ def _check_cluster(config: Config) -> None:
     for name, role in config.megatron_roles().items():
         if role.vpp > 1 and role.pp == 1:
             raise ConfigError(f"roles.{name}.vpp={role.vpp} needs a pipeline, but roles.{name}.pp=1: use vpp=1 or a larger pp")
+
+
+def _check_launcher(config: Config) -> None:
+    c = config.cluster
+    if c.launcher == "torchrun":
+        for key, value in (("address", c.address), ("resources", c.resources)):
+            if value:
+                raise ConfigError(f"cluster.{key}={value} is for Ray: set cluster.launcher=ray, or leave it out")
+        return
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "cluster.launcher=ray, but torchrun or srun has started this process as a rank: start hybridflow train once, or set"
+            " cluster.launcher=torchrun"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("cluster.launcher=ray needs the package ray: pip install ray, or use cluster.launcher=torchrun")
+    if not c.address and (c.nodes > 1 or c.resources):
+        key = f"nodes={c.nodes}" if c.nodes > 1 else f"resources={c.resources}"
+        raise ConfigError(
+            f"cluster.{key}, but without cluster.address Ray is started on this machine alone: start a cluster"
+            " (ray start --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379"
+        )
+    if "://" in c.address:
+        raise ConfigError(f"cluster.address={c.address} is of Ray's client protocol: use HOST:PORT of the cluster, or auto")
+    for node, amounts in c.resources.items():
+        _check_resources(f"cluster.resources.{node}", node, amounts, c.nodes)
+
+
+def _check_resources(key: str, node: Any, amounts: Any, nodes: int) -> None:
+    names = [f"node{number}" for number in range(nodes)]
+    if node not in names:
+        raise ConfigError(f"{key}: cluster.nodes={nodes} are {either(names)}")
+    if not isinstance(amounts, dict):
+        raise ConfigError(f"{key}={amounts} is not a section of amounts, such as {{H200: 1}}")
+    for name, amount in amounts.items():
+        if name in ("CPU", "GPU"):
+            raise ConfigError(f"{key}.{name} follows from cluster.ranks_per_node: leave it out")
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
+            raise ConfigError(f"{key}.{name}={amount} is not a number above 0")
 
 
 def _check_offload(config: Config) -> None:
@@ -403,7 +451,7 @@ def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
     for name, size in sizes.items():
         if size % layout.tp:
             fits = [n for n in range(1, hf.num_heads + 1) if all(other % n == 0 for other in sizes.values())]
-            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {_either(fits)}")
+            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {either(fits)}")
     try:
         layout.stage_layers(hf.num_layers)
     except ValueError as error:
@@ -443,8 +491,3 @@ def _check_lengths(config: Config, models: Mapping[str, HFConfig]) -> None:
         least = -(-longest // multiple) * multiple  # micro-batches are padded to a multiple of tp
         if budget < least:
             raise ConfigError(f"{key}={budget} does not hold one sequence: {both}: use at least {least}")
-
-
-def _either(numbers: list[int]) -> str:
-    words = [str(n) for n in numbers]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -54,7 +54,13 @@ class ClusterConfig:
     launcher: Literal["torchrun", "ray"] = "torchrun"
     nodes: int = 1
     ranks_per_node: int = 1  # processes on a node: one per GPU
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there are GPUs, and on a Ray cluster with an address
+    # launcher ray: the cluster to join, such as auto (the one of this machine) or 10.0.0.1:6379; empty: a Ray of the job's own,
+    # which only this machine can reach
+    address: str = ""
+    # launcher ray with an address: what nodes must have besides CPUs and GPUs, in the amounts that are taken:
+    # {node0: {H200: 1}, node1: {A100: 1}} of Ray's custom resources puts the ranks of node0 on a node with H200
+    resources: dict[str, Any] = free()
 
 
 @dataclass

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = "HYBRIDFLOW_FAULTS"  # in the ranks' environment; not set where the user started torchrun
+DRIVER = -1  # for a rank: the driver, where it is a process of its own
 _EXITS = "exits.json"
 # How the loss of a peer looks from here: gloo raises RuntimeError and nothing else, NCCL and the store errors of their own.
 _LOST = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe")
@@ -70,8 +71,9 @@ def describe(rank: int, where: str, error: BaseException) -> Fault:
     what = " ".join(str(error).split())
     if lost:  # without the library's source line and its advice to see the other rank's log
         what = re.sub(r"^\[\S+\] ", "", what).partition(". This is typically")[0]
-    line = f"rank {rank} on {socket.gethostname()} failed in {where}: {type(error).__name__}{what and f': {what}'}"
-    trace = f"rank {rank} on {socket.gethostname()} failed in {where}:\n" + "".join(traceback.format_exception(error))
+    start = f"{'the driver' if rank == DRIVER else f'rank {rank}'} on {socket.gethostname()} failed in {where}:"
+    line = f"{start} {type(error).__name__}{what and f': {what}'}"
+    trace = f"{start}\n" + "".join(traceback.format_exception(error))
     return Fault(rank, line, lost, time.time(), line if lost else trace.rstrip())
 
 

@@ -60,7 +60,7 @@ class Placement:
         if len(self.pools) > 1:
             for number, pool in enumerate(self.pools):
                 roles = [role for role, ranks in self.roles.items() if ranks[0] in pool]
-                lines.append(f"pool {number}: ranks {_spans(pool)}: {', '.join(roles)}")
+                lines.append(f"pool {number}: {_ranks(pool)}: {', '.join(roles)}")
         return "\n".join(lines)
 
 
@@ -138,9 +138,8 @@ def _pools(roles: Mapping[str, Ranks], world: int) -> tuple[Ranks, ...]:
     used = {rank for ranks in roles.values() for rank in ranks}
     idle = tuple(rank for rank in range(world) if rank not in used)
     if idle:
-        plural = "s" if len(idle) > 1 else ""
         raise ValueError(
-            f"rank{plural} {_spans(idle)} of {world} would have no role: name them in some roles.*.ranks, or lower"
+            f"{_ranks(idle)} of {world} would have no role: name them in some roles.*.ranks, or lower"
             " cluster.ranks_per_node or cluster.nodes"
         )
     return tuple(sorted({tuple(sorted(pool)) for pool in pool_of.values()}))
@@ -166,7 +165,7 @@ def _check_rollout(config: "Config", placement: Placement) -> None:
         others = sorted({name for rank in pool for name in placement.on(rank)} - {"rollout"})
         raise ValueError(
             f"roles.rollout.ranks={role.ranks} leaves out rank {missing[0]}, which is in one pool with it through"
-            f" {', '.join(others)} (ranks {_spans(pool)}): an engine needs a world of its own, so give rollout all ranks of the"
+            f" {', '.join(others)} ({_ranks(pool)}): an engine needs a world of its own, so give rollout all ranks of the"
             " pool, or ranks that no other role has"
         )
     by_node: dict[int, int] = {}
@@ -174,24 +173,26 @@ def _check_rollout(config: "Config", placement: Placement) -> None:
         by_node[rank // placement.ranks_per_node] = by_node.get(rank // placement.ranks_per_node, 0) + 1
     for node, count in by_node.items():
         if count % role.tp:
-            fits = _either([n for n in range(1, count + 1) if all(other % n == 0 for other in by_node.values())])
+            fits = either([n for n in range(1, count + 1) if all(other % n == 0 for other in by_node.values())])
             what = f"the {count} ranks on node{node} of roles.rollout.ranks={role.ranks}"
             if len(ranks) == config.world_size:
                 what = f"cluster.ranks_per_node={count}"
             raise ValueError(f"roles.rollout.tp={role.tp} does not divide {what}: use {fits}")
 
 
-def _spans(ranks: Sequence[int]) -> str:
-    """Such as `0-3, 6`."""
+def _ranks(ranks: Sequence[int]) -> str:
+    """Such as `rank 4` or `ranks 0-3, 6`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    named = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
 
 
-def _either(numbers: Sequence[int]) -> str:
+def either(numbers: Sequence[int]) -> str:
+    """Such as `1, 2 or 4`."""
     words = [str(n) for n in numbers]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -98,7 +98,7 @@ def read_clocks(ranks: Ranks) -> tuple[list[str], list[float]]:
 def trace(
     phases: Sequence[PhaseLike], calls: Sequence[Sequence[Span]], hosts: Sequence[str], pipelines: Mapping[str, Pass]
 ) -> dict[str, Any]:
-    """The trace as an object for JSON, all by the driver's clock; times begin with the first phase. `calls`: those of every rank."""
+    """The trace as an object for JSON, all by the driver's clock; times begin with the first phase. `calls`: of every rank."""
     origin = min([phase.start for phase in phases] + [span.start for spans in calls for span in spans], default=0.0)
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts), start=1)}
     events = [_named("process", 0, 0, "driver"), _named("thread", 0, 0, "phases")]

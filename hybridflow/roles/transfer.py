@@ -42,7 +42,8 @@ class WeightTransfer:
         self._dtype = sides[1].dtype
         placement = place(config)
         pool = placement.pool_with(next(name for name in (source, destination) if name in here))
-        rank, members = pool[dist.get_rank()], sorted({*sides[0].ranks, *sides[1].ranks})
+        rank = pool[dist.get_rank()]
+        self._members = members = sorted({*sides[0].ranks, *sides[1].ranks})
         self._group = None if tuple(members) == pool else groups.group_of(members, rank)
         maps = [[side.tile_map(other) for other in range(config.world_size)] for side in sides]
         plan = make_plan(
@@ -63,7 +64,7 @@ class WeightTransfer:
         """Returns seconds, bytes_received, wire_bound_fraction (None without known bandwidths), verified (None: unchecked).
 
         Raises:
-            ReshardingMismatch: a checksum differs; names tensor, ranks (of those that take part) and layouts.
+            ReshardingMismatch: a checksum differs; names tensor, ranks and layouts.
         """
         if weights_are_away(self._source):
             raise RuntimeError(f"{self._layouts[0]}: the weights have left the device: restore() them before a resharding")
@@ -74,7 +75,8 @@ class WeightTransfer:
         seconds = time.perf_counter() - start
         if verify:
             sides = self._tiles[0], self._source, self._tiles[1], self._destination
-            check_equal(*sides, group=self._group, dtype=self._dtype, layouts=self._layouts)
+            named = {"layouts": self._layouts, "numbers": self._members}
+            check_equal(*sides, group=self._group, dtype=self._dtype, **named)
         known = gpu()
         bound = known and self.plan.bound_seconds(known.wire_bytes_per_second, known.memory_bytes_per_second)
         return {

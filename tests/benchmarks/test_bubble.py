@@ -14,7 +14,7 @@ from megatron_ext.layout import Layout, Split
 from tests import hf_models
 
 pytestmark = pytest.mark.timeout(240)
-ROWS = ["PP2 M4", "PP2 VPP2 M4", "TP2 PP2 M2", "PP4 M8"]
+ROWS = ["PP2 M4", "PP2 VPP2 M4", "TP2 PP2 M2", "PP4 M4"]
 SPLIT = Split()
 
 

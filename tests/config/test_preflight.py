@@ -174,7 +174,36 @@ def test_passes_with(tmp_path, model, overrides):
             ["algorithm.name=ppo", "roles.critic.megatron.num_layers=8"],
             "roles.critic.megatron.num_layers follows from another key: set roles.critic.model.path instead",
         ),
-        (["cluster.launcher=ray"], "cluster.launcher=ray is not supported yet: use torchrun"),
+        (["cluster.address=auto"], "cluster.address=auto is for Ray: set cluster.launcher=ray, or leave it out"),
+        (
+            ["cluster.resources={node0: {big: 1}}"],
+            "cluster.resources={'node0': {'big': 1}} is for Ray: set cluster.launcher=ray, or leave it out",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.nodes=2"],
+            "cluster.nodes=2, but without cluster.address Ray is started on this machine alone: start a cluster (ray start"
+            " --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=ray://a:1"],
+            "cluster.address=ray://a:1 is of Ray's client protocol: use HOST:PORT of the cluster, or auto",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node1: {big: 1}}"],
+            "cluster.resources.node1: cluster.nodes=1 are node0",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: big}"],
+            "cluster.resources.node0=big is not a section of amounts, such as {H200: 1}",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: {GPU: 1}}"],
+            "cluster.resources.node0.GPU follows from cluster.ranks_per_node: leave it out",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: {big: 0}}"],
+            "cluster.resources.node0.big=0 is not a number above 0",
+        ),
         (
             ["roles.rollout.ranks=[0,1]"],
             "roles.rollout.ranks=[0, 1] leaves out rank 2, which is in one pool with it through actor (ranks 0-3): an engine"

@@ -68,7 +68,7 @@ def test_a_rollout_in_a_pool_of_its_own(tmp_path):
     assert [step["reshard/verified"] for step in steps] == [True, None]
     assert max(step["mismatch/log_prob_abs_max"] for step in steps) < 1e-3
     assert "actor TP2 -> rollout one rank: resharding: " in printed
-    assert "pool 1: ranks 2: rollout" in (tmp_path / "run" / "placement.txt").read_text()
+    assert "pool 1: rank 2: rollout" in (tmp_path / "run" / "placement.txt").read_text()
 
 
 @pytest.mark.gpu
