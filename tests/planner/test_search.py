@@ -5,7 +5,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-import yaml
 
 from hybridflow.config.load import load, save
 from hybridflow.config.preflight import check_shapes
