@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.planner.arguments import USAGE as PLAN_USAGE
+from hybridflow.planner.arguments import add_arguments as add_plan_arguments
+
 if TYPE_CHECKING:
     from hybridflow.config.schema import Config
     from megatron_ext.hf_config import HFConfig
@@ -26,9 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    strangers = [word for word in rest if word not in overrides or arguments.command != "train"]
+    strangers = [word for word in rest if word not in overrides or arguments.command not in ("train", "plan")]
     if strangers:
-        parser.error(f"unrecognized arguments: {' '.join(strangers)} (overrides have the form key=value, after `train`)")
+        parser.error(f"unrecognized arguments: {' '.join(strangers)} (overrides have the form key=value, of train and plan)")
     try:
         return arguments.run(arguments, overrides)
     except ConfigError as error:
@@ -46,6 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--config", required=True, metavar="FILE", help="YAML file; key=value arguments override its keys")
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     train.set_defaults(run=_train)
+
+    plan = commands.add_parser("plan", usage=PLAN_USAGE, allow_abbrev=False, help="what a job will cost, and where to place it")
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
 
     check = commands.add_parser("check-env", help="show versions and this machine, and whether a job could run on it")
     check.add_argument("--run-dir", default=".", metavar="DIR", help="the run's folder, whose disk is looked at")
@@ -90,7 +97,10 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         from hybridflow.torchrun import plan
 
-        _show_memory(config, models, _device_here(config))
+        device = _device_here(config)
+        _show_memory(config, models, device)
+        if device == "cuda":
+            _show_forecast(config, models)
         print(plan(config, arguments.config, overrides))
         print("dry run: nothing was started")
         return 0
@@ -164,6 +174,25 @@ def _show_memory(config: "Config", models: "dict[str, HFConfig]", device: str) -
     text = check_memory(config, models, device)
     if text:
         print(text, flush=True)
+
+
+def _show_forecast(config: "Config", models: "dict[str, HFConfig]") -> None:
+    """What `hybridflow plan` says of the job as configured, where this node's GPUs are known."""
+    from hybridflow.planner.command import Shown, as_configured, gpu_here
+    from hybridflow.planner.forecast import workload
+    from hybridflow.planner.hardware import Cluster
+    from hybridflow.planner.passes import Machine
+
+    gpu = gpu_here()
+    if gpu:
+        cluster = Cluster(gpu, config.cluster.nodes, config.cluster.ranks_per_node)
+        as_configured(Shown(), config, models, Machine(cluster), workload(config))
+
+
+def _plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from hybridflow.planner.command import plan
+
+    return plan(arguments, overrides)
 
 
 def _warn_of_untested_versions() -> None:

@@ -123,21 +123,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     Raises:
         ConfigError: one line. `run_folder=False` leaves out the check of `run.dir`, once the run has begun to write there.
     """
-    _check_not_yet(config)
-    _check_numbers(config)
-    _check_launcher(config)
-    _check_cluster(config)
-    _check_offload(config)
-    _check_name(config)
-    _check_algorithm(config)
-    check_scores(config)
-    _check_libraries(config)
-    models = {role: _read_model(config, role) for role in config.megatron_roles()}
-    for role, hf in models.items():
-        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
-        _check_layout(config, role, hf)
-    _check_rollout(config, models["actor"])
-    _check_lengths(config, models)
+    models = check_shapes(config)
     for role, hf in models.items():
         check_model_folder(Path(config.model_path(role)), hf)
     for role in config.scoring_roles():
@@ -162,6 +148,29 @@ def _export_bytes(config: Config, hf: HFConfig) -> int:
     """Of the trained model as an HF folder."""
     size = {"float32": 4, "bfloat16": 2}[config.dtype("actor")]
     return size * sum(math.prod(shape) for shape in expected_tensors(hf).values())
+
+
+def check_shapes(config: Config) -> dict[str, HFConfig]:
+    """What can be checked with the models' `config.json` alone, before there are weights, data or a folder for the run.
+
+    Returns and raises as `check`.
+    """
+    _check_not_yet(config)
+    _check_numbers(config)
+    _check_launcher(config)
+    _check_cluster(config)
+    _check_offload(config)
+    _check_name(config)
+    _check_algorithm(config)
+    check_scores(config)
+    _check_libraries(config)
+    models = {role: _read_model(config, role) for role in config.megatron_roles()}
+    for role, hf in models.items():
+        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
+        _check_layout(config, role, hf)
+    _check_rollout(config, models["actor"])
+    _check_lengths(config, models)
+    return models
 
 
 def check_devices(config: Config) -> str:
