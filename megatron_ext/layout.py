@@ -107,6 +107,10 @@ class Layout:
         if self.cp > 1:
             raise ValueError(f"cp={self.cp} is not supported yet: use 1")
 
+    def schedulable(self, micro_batches: int) -> int:
+        """The least number of micro-batches, this one or more, that the schedule takes: interleaved, a multiple of pp."""
+        return micro_batches if self.vpp == 1 else -(-micro_batches // self.pp) * self.pp
+
     def stage_layers(self, num_layers: int) -> list[list[list[int]]]:
         """Global layer indices by [pp rank][chunk]; every layer is in one chunk, in order (`Split`).
 

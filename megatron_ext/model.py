@@ -73,7 +73,12 @@ def transformer_config(
         fields |= _experts(hf, layout)
         if recompute == "mlp":
             fields["recompute_modules"] = ["moe"]
-    return TransformerConfig(**{**fields, **overrides})
+    merged = {**fields, **overrides}
+    # Upstream gives an output's memory back while an overlapped send may still read it (0.16 .. 0.19): it holds the tensor,
+    # not its storage. Transfers that are waited for can't have that
+    merged["deallocate_pipeline_outputs"] = not merged["overlap_p2p_comm"]
+    merged["batch_p2p_comm"] = torch.cuda.is_available() and not merged["overlap_p2p_comm"]
+    return TransformerConfig(**merged)
 
 
 def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: str | None = None) -> list[GPTModel]:
@@ -209,9 +214,7 @@ def _parallelism(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> dict[str, 
         # the mean over tokens is right for any split over micro-batches and data-parallel ranks only when taken at the end
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,  # micro-batches are padded to one length: no shape exchange per transfer
-        "deallocate_pipeline_outputs": True,
-        "overlap_p2p_comm": interleaved and torch.cuda.is_available(),
-        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
+        "overlap_p2p_comm": interleaved,  # 1F1B has nothing to overlap them with
     }
 
 

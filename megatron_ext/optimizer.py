@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+
+from megatron_ext import compat
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -50,15 +53,19 @@ class OptimizerSettings:
         return self.min_lr + (self.lr - self.min_lr) * left
 
 
-def wrap(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[DistributedDataParallel]:
+def wrap(
+    chunks: Sequence[GPTModel], config: TransformerConfig, overlap_grad_reduce: bool = False
+) -> list[DistributedDataParallel]:
     """Gives the chunks contiguous parameter buffers and fp32 gradient buffers, reduced over data-parallel ranks.
 
-    Parameters move into the buffers here: take references to them afterwards. Once per model.
+    Parameters move into the buffers here: take references to them afterwards. Once per model. With `overlap_grad_reduce` a
+    bucket of gradients is reduced as soon as the last micro-batch's backward has passed its parameters, which needs all of them
+    to have a gradient there: experts that no token goes to have none.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
         average_in_collective=False,  # gloo has no average, and per-token losses want the sum
         check_for_nan_in_grad=False,  # Optimizer.step skips a bad update instead of ending the run
     )
@@ -67,14 +74,25 @@ def wrap(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[Distribu
         for index, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
+    if overlap_grad_reduce:  # all micro-batches but the last only add up
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 
 class Optimizer:
     """The optimizer of one role. A new one over the same chunks starts with fresh moments and lets go of the old one's."""
 
-    def __init__(self, wrapped: Sequence[DistributedDataParallel], settings: OptimizerSettings, dtype: torch.dtype):
-        """Masters are copies of the parameters as they are now; after writing parameters from outside call `reload`."""
+    def __init__(
+        self,
+        wrapped: Sequence[DistributedDataParallel],
+        settings: OptimizerSettings,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ):
+        """Masters are copies of the parameters as they are now; after writing parameters from outside call `reload`.
+
+        Collective over `group`, the role's ranks (`ParallelState.group`).
+        """
         self.settings, self.wrapped = settings, list(wrapped)
         self.updates = 0
         self._masters_checked = False
@@ -92,7 +110,8 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         no_decay = get_standard_config_overrides(config)  # biases and norms; the default in 0.16, to be asked for in 0.19
-        self.megatron = get_megatron_optimizer(config, self.wrapped, config_overrides=no_decay)
+        with compat.gathering_over(group):
+            self.megatron = get_megatron_optimizer(config, self.wrapped, config_overrides=no_decay)
 
     def zero_grad(self) -> None:
         """Before each forward_backward."""

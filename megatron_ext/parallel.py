@@ -15,7 +15,7 @@ import contextlib
 import copy
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,31 +28,44 @@ _SCRATCH = "_GLOBAL_MEMORY_BUFFER"  # holds nothing between calls, so all roles 
 
 
 class ParallelState:
-    """The groups, RNG tracker and default RNG state of one role on this rank."""
+    """The groups, RNG tracker and default RNG state of one role on this rank.
+
+    Attributes:
+        ranks: of the default world, on which the role lives.
+        rank: this one's number among them, which is its rank in the layout; None where the role does not live.
+        group: over them; None where they are the default world.
+    """
 
     _lock = threading.RLock()
     _entered: list["ParallelState"] = []
     _fresh: dict[str, object] = {}
     _scratch: object = None
 
-    def __init__(self, name: str, layout: Layout, seed: int):
-        """Collective over the default world, which `layout` must span.
+    def __init__(self, name: str, layout: Layout, seed: int, ranks: Sequence[int] | None = None):
+        """Collective over the default world.
+
+        Args:
+            ranks: those of the default world over which `layout` is laid, in its order; by default all of them. The other
+                ranks take part in making the groups and get none: their state cannot be made current.
 
         Raises:
-            ValueError: the layout's ranks are not the ranks of the default world.
+            ValueError: the layout has another number of ranks than it is given.
         """
         device.install()
         compat.patch()
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
 
-        world_size = dist.get_world_size()
-        if layout.world_size != world_size or layout.dp * layout.tp * layout.pp * layout.cp != world_size:
+        self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        size = len(self.ranks)
+        if layout.world_size != size or layout.dp * layout.tp * layout.pp * layout.cp != size:
             raise ValueError(
-                f"roles.{name}: a layout of {layout.world_size} ranks ({layout.describe()}) in a world of {world_size}: "
+                f"roles.{name}: a layout of {layout.world_size} ranks ({layout.describe()}) in a world of {size}: "
                 "tp x pp x cp must divide the number of processes"
             )
         self.name, self.layout, self.seed = name, layout, seed
+        self.rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else None
+        self.group: dist.ProcessGroup | None = None
         self._modules = (parallel_state, random)
         if not ParallelState._fresh:
             ParallelState._fresh = _mutable_globals(parallel_state)
@@ -61,13 +74,13 @@ class ParallelState:
         self._rng = _rng_state()
         with self._swapped():
             self._initialize()
-        if ParallelState._scratch is None:
+        if ParallelState._scratch is None and self.rank is not None:
             ParallelState._scratch = self._groups[_SCRATCH]
 
     @property
     def coordinates(self) -> Coordinates:
         """Where this rank stands in the layout."""
-        return self.layout.coordinates(dist.get_rank())
+        return self.layout.coordinates(self.rank)
 
     @property
     def is_last_stage(self) -> bool:
@@ -87,8 +100,10 @@ class ParallelState:
         """Make this role current, and enter `device.scope()`. Free when it is current already; roles may nest.
 
         Raises:
-            RuntimeError: another thread is inside a role, or this role is suspended further out.
+            RuntimeError: another thread is inside a role, this role is suspended further out, or it does not live on this rank.
         """
+        if self.rank is None:
+            raise RuntimeError(f"role {self.name} lives on ranks {list(self.ranks)} of its world, not on {dist.get_rank()}")
         entered = ParallelState._entered
         if not ParallelState._lock.acquire(blocking=False):
             raise RuntimeError(f"role {self.name}: another thread is inside role {entered[-1].name if entered else '(none)'}")
@@ -133,17 +148,33 @@ class ParallelState:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         layout = self.layout
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-        )
+        everywhere = self.ranks == tuple(range(dist.get_world_size()))
+        with contextlib.nullcontext() if everywhere else compat.world_of(self.ranks, self.rank):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+            )
+            if not everywhere:
+                self.group = parallel_state.create_group(list(range(layout.world_size)))
+        if self.rank is None:
+            return
+        if not everywhere:
+            _number_as_in_the_world(vars(parallel_state), self.ranks)
         seed = self.seed + 100 * self.coordinates.pp  # as Megatron's own training loop: stages differ, TP peers agree
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
+
+
+def _number_as_in_the_world(state: dict[str, object], ranks: Sequence[int]) -> None:
+    """Turn the lists of ranks that Megatron keeps beside its groups from the role's numbers into those of the default world,
+    with which it compares this rank's, and names others for a broadcast."""
+    for name, value in state.items():
+        if "GLOBAL_RANKS" in name and value is not None:
+            state[name] = [ranks[rank] for rank in value]
 
 
 def _mutable_globals(module: types.ModuleType) -> dict[str, object]:

@@ -106,15 +106,12 @@ def pack(sequences: Sequence[Mapping[str, Tensor]], length: int, on: torch.devic
 def fill_up(micro_batches: Sequence[MicroBatch], layout: Layout, count: int = 0) -> list[MicroBatch]:
     """`micro_batches`, followed by as many fill-ups as make them `count` at least and a number that the schedule takes.
 
-    The interleaved schedule takes multiples of the number of stages. The number must be equal on all data-parallel ranks,
-    so pass the largest of theirs as `count`. A fill-up holds one real sequence, so that it runs like any other micro-batch.
+    The number must be equal on all data-parallel ranks, so pass the largest of theirs as `count`. A fill-up holds one real
+    sequence, so that it runs like any other micro-batch.
     """
     if not micro_batches:
         raise ValueError("a data-parallel rank without a micro-batch cannot fill up the schedule: give each one sequence")
-    needed = max(len(micro_batches), count)
-    if layout.vpp > 1:
-        needed = -(-needed // layout.pp) * layout.pp
-    missing = needed - len(micro_batches)
+    missing = layout.schedulable(max(len(micro_batches), count)) - len(micro_batches)
     return [*micro_batches, *[_filler(micro_batches[0])] * missing]
 
 

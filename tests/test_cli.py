@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridflow import cli, torchrun
+from hybridflow import cli, ray_driver, torchrun
 from hybridflow.config.load import load
 from hybridflow.config.schema import ConfigError
 from tests.config.folders import write_config, write_model
@@ -55,7 +55,7 @@ def run(*arguments, timeout=60, **kwargs):
         ("roles.rollout.tp=3", "roles.rollout.tp=3 does not divide cluster.ranks_per_node=4: use 1, 2 or 4"),
         ("model.path=nowhere", "model folder nowhere does not exist"),
         ("run.dir=/proc/x/y", "run.dir=/proc/x/y cannot be written"),
-        ("cluster.launcher=ray", "cluster.launcher=ray is not supported yet"),
+        ("cluster.address=auto", "cluster.address=auto is for Ray"),
         ("data.task=nothing_like_it", "data.task='nothing_like_it' is no task of reasoning_gym"),
     ],
 )
@@ -83,6 +83,17 @@ def test_train_prints_the_ladder_then_starts(path, started, capfd):
     assert (config.run.steps, config.run.seed, device) == (3, 7, "cpu")
     assert (config_path, overrides) == (str(path), ["run.steps=3", "run.seed=7"])
     assert "TP2 x PP2" in capfd.readouterr().out
+
+
+def test_ray_is_another_launcher(path, started, monkeypatch, capfd):
+    jobs = []
+    monkeypatch.setattr(ray_driver, "launch", lambda *arguments: jobs.append(arguments) or 0)
+    assert cli.main(["train", "--config", str(path), "cluster.launcher=ray"]) == 0
+    assert not started and jobs[0][1:] == ("cpu", str(path), ["cluster.launcher=ray"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["train", "--config", str(path), "cluster.launcher=ray"]) == 2
+    assert "cluster.launcher=ray, but torchrun or srun has started this process as a rank" in capfd.readouterr().err
 
 
 def test_dry_run_starts_nothing(path, started, capfd):

@@ -1,8 +1,12 @@
-"""The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host, and a killed rank."""
+"""The whole job from the command line, on CPU ranks over gloo: two different jobs at once on one host and one of them on Ray,
+and a killed rank."""
 
+import collections
+import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +30,7 @@ OTHER = [
     *("roles.rollout.tp=1", "roles.reference={tp: 2, pp: 1}", "algorithm.kl_coefficient=0.1", "algorithm.epochs=2"),
     *("algorithm.loss_level=sequence", "algorithm.normalize_advantages=false", "batch.prompts=5"),
     *("batch.samples_per_prompt=3", "batch.mini_batches=2", "warm_start.steps=2", "run.steps=2", "evaluation.problems=3"),
-    *("resharding.bucket_mb=1", "resharding.verify_every=1", "sampling.temperature=1.0"),
+    *("resharding.bucket_mb=1", "resharding.verify_every=1", "sampling.temperature=1.0", "run.profile=true"),
 ]
 
 
@@ -54,9 +58,10 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def jobs(model, tmp_path_factory) -> dict[str, tuple[Path, str]]:
-    """Both jobs' run folders and output; they run at the same time."""
+    """All jobs' run folders and output; they run at the same time."""
     root = tmp_path_factory.mktemp("runs")
-    started = {name: start(model, root / name, options) for name, options in (("quick", QUICK), ("other", OTHER))}
+    asked = {"quick": QUICK, "other": OTHER, "ray": [*QUICK, "cluster.launcher=ray"]}
+    started = {name: start(model, root / name, options) for name, options in asked.items()}
     found = {}
     for name, process in started.items():
         try:
@@ -90,6 +95,17 @@ def test_metrics_of_every_step(jobs):
         assert math.isfinite(step["actor/grad_norm"])
         phases = sum(step[f"time/{name}"] for name in ("wake", "reshard", "rollout", "sleep", "reward", "update"))
         assert phases <= step["time/step"]
+
+
+def test_ray_gives_what_torchrun_gives(jobs):
+    ours, theirs = (rows(jobs[name][0] / "metrics.jsonl") for name in ("ray", "quick"))
+    assert [step.keys() for step in ours] == [step.keys() for step in theirs] and len(ours) == 3
+    for step, other in zip(ours, theirs, strict=True):
+        same = [name for name in step if name.partition("/")[0] not in ("time", "perf", "memory")]
+        assert len(same) > 15
+        assert {name: step[name] for name in same} == pytest.approx({name: other[name] for name in same}, rel=0, abs=1e-6)
+    samples = [(jobs[name][0] / "samples.jsonl").read_text() for name in ("ray", "quick")]
+    assert samples[0] == samples[1]
 
 
 def test_the_warm_start_learns_and_evaluations_are_recorded(jobs):
@@ -146,6 +162,32 @@ def test_a_job_with_data_parallel_ranks_a_reference_and_several_epochs(jobs):
     assert len([row for row in rows(run / "samples.jsonl") if row["kind"] == "train"]) == 2 * 15
 
 
+def test_the_timeline_of_a_step(jobs):
+    run, _ = jobs["other"]
+    assert not (jobs["quick"][0] / "timeline").exists()
+    assert len(list((run / "timeline").iterdir())) == 2
+    for step in (1, 2):
+        events = json.loads((run / "timeline" / f"step-{step}.json").read_text())["traceEvents"]
+        rows = collections.defaultdict(list)
+        for event in events:
+            if event["ph"] == "X":
+                rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        phases = rows.pop((0, 0))
+        assert sorted(rows) == [(row, rank) for row in (1, 2, 3) for rank in range(4)]  # and two pipelines
+        rows = {row: spans for row, spans in rows.items() if row[0] == 1}
+        assert all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(sorted(phases)))
+        assert {"rollout", "reshard", "reference", "log_probs", "update"} <= {name for _, _, name in phases}
+        for calls in rows.values():
+            roles, methods = calls[::2], calls[1::2]  # a call's role, and the method within it
+            assert {name for _, _, name in roles} == {"actor", "reference", "rollout"}
+            assert [span[:2] for span in roles] == [span[:2] for span in methods]
+            assert all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(roles))  # as they were run, one by one
+            assert [name for _, _, name in methods].count("update") == 2 * 2
+            at_work = sum(end - start for start, end, _ in roles)
+            within = sum(max(min(end, b) - max(start, a), 0) for start, end, _ in roles for a, b, _ in phases)
+            assert within > 0.95 * at_work, (within, at_work)
+
+
 def test_a_run_that_is_there_is_not_overwritten(jobs, model):
     run, _ = jobs["quick"]
     before = (run / "metrics.jsonl").read_text()
@@ -157,8 +199,10 @@ def test_a_run_that_is_there_is_not_overwritten(jobs, model):
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_rank_ends_the_job(model, tmp_path):
-    process = start(model, tmp_path / "run", [*QUICK, "run.steps=1000", "warm_start.steps=1"])
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+def test_a_killed_rank_ends_the_job(model, tmp_path, launcher):
+    options = [*QUICK, "run.steps=1000", "warm_start.steps=1", f"cluster.launcher={launcher}"]
+    process = start(model, tmp_path / "run", options)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     try:
@@ -166,12 +210,15 @@ def test_a_killed_rank_ends_the_job(model, tmp_path):
             time.sleep(0.2)
             assert process.poll() is None
         family = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in family if "RANK" in child.environ()]
-        victim = next(child for child in ranks if child.environ()["RANK"] == "2")
+        if launcher == "torchrun":
+            victim = next(child for child in family if child.environ().get("RANK") == "2")
+        else:
+            victim = next(child for child in family if child.name().startswith("ray::RankActor"))
         victim.send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
         assert process.returncode == 1
+        assert re.search(r"hybridflow: error: rank \d on \S+ (died in \w+\.\w+ \(step \d+, |was ended by SIGKILL)", output)
         assert time.monotonic() - killed < 60
         assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert metrics.stat().st_size

@@ -7,6 +7,7 @@ The processes have torchrun's environment variables and an initialised gloo worl
 with the test session.
 """
 
+import itertools
 import os
 import queue
 import socket
@@ -99,3 +100,16 @@ def _serve(rank: int, environment: dict, calls, results, cuda: bool) -> None:
             results.put((rank, function(*args, **kwargs), None))
         except Exception:
             results.put((rank, None, traceback.format_exc()))
+
+
+_transports = itertools.count()
+
+
+def make_transport():
+    """A driver's transport over all ranks of this world; to be called on each of them."""
+    import torch.distributed as dist
+
+    from hybridflow.controller.torchrun import TorchrunTransport
+
+    store = dist.PrefixStore(f"transport {next(_transports)}", dist.distributed_c10d._get_default_store())
+    return TorchrunTransport(store, dist.get_rank(), dist.get_world_size())

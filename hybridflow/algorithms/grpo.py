@@ -19,7 +19,7 @@ class GRPO:
     def step(self, problems: list[Problem]) -> None:
         run = self.run
         samples = run.generate(problems, run.config.batch.samples_per_prompt)
-        samples = run.add_log_probs(run.score(problems, samples))
+        samples = run.assess(problems, samples)
         normalize = run.config.algorithm.normalize_advantages
         advantages = group_advantages(run.rewards_less_kl(samples), samples["prompt_index"], normalize)
         run.improve(samples.with_fields(advantages=per_token(advantages, samples)), run.policy_objective())

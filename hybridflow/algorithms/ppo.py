@@ -31,7 +31,7 @@ class PPO:
         """Responses with their scores, log-probs and values."""
         run = self.run
         samples = run.generate(problems, run.config.batch.samples_per_prompt)
-        return run.add_values(run.add_log_probs(run.score(problems, samples)))
+        return run.assess(problems, samples)
 
     def estimate(self, samples: Batch, rewards: Tensor, critic: str) -> tuple[Tensor, Tensor]:
         """Advantages and returns [T] of the tokens' rewards [T] (or costs), which `critic` has said its values of."""

@@ -19,7 +19,7 @@ class ReMax(GRPO):
         with run.awake():
             samples = run.sample(problems, run.config.batch.samples_per_prompt)
             greedy = run.sample(problems, 1, greedy=True)
-        baseline = run.score_baseline(problems, greedy)
-        samples = run.add_log_probs(run.score(problems, samples))
-        advantages = baseline_advantages(run.rewards_less_kl(samples), baseline, samples["prompt_index"])
+        baseline = run.start_baseline(problems, greedy)
+        samples = run.assess(problems, samples)
+        advantages = baseline_advantages(run.rewards_less_kl(samples), baseline(), samples["prompt_index"])
         run.improve(samples.with_fields(advantages=per_token(advantages, samples)), run.policy_objective())

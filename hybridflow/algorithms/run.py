@@ -5,7 +5,8 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +18,21 @@ from hybridflow.algorithms.losses import means, token_kl
 from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
-from hybridflow.controller.handle import RoleHandle
+from hybridflow.controller.handle import Future, RoleHandle
 from hybridflow.data.problems import Problem, Source
+from hybridflow.data.rollouts import load_rollout, save_rollouts
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.metrics.throughput import Throughput
+from hybridflow.metrics.timeline import Timeline
 from hybridflow.rewards.samples import Sample, samples_of
 from hybridflow.rewards.scoring import Scored, Scoring
 from hybridflow.rollout.engine import Sampling
+from megatron_ext.intervals import Pass, bubble
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
+Finish = Callable[[Batch], Batch]  # waits for what was started, and adds it to the samples
 
 
 class CriticFields(NamedTuple):
@@ -57,6 +62,7 @@ class Run:
         position: in the source's order of problems.
         kl: the coefficient of the KL penalty.
         metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
+        passes: under run.profile the pipeline schedules of the step that was finished last, by role.
     """
 
     def __init__(
@@ -68,11 +74,15 @@ class Run:
         self.critics = {name: roles[name] for name in CRITICS if name in roles}
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
+        self.courier = self.worker.courier
         self.throughput = Throughput(config)
+        self._timeline = Timeline(recorder.folder, self.worker) if config.run.profile else None
         self.step_index = self.position = 0
+        self._samplings: list[Batch] | None = None  # of the step, in their order; None outside of a step
         self._told_of_dropped = False
         self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.metrics: dict[str, float | int | bool | None] = {}
+        self.passes: dict[str, list[Pass]] = {}
         self._updates: dict[str, list[dict[str, float]]] = {"actor": [], **{name: [] for name in self.critics}}
         self._scored = {scoring.name: Counter() for scoring in scorings}
 
@@ -112,8 +122,7 @@ class Run:
         with self.recorder.phase("sleep"):
             self.rollout.sleep().result()
         with self.recorder.phase("restore"):
-            for role in self._trained():
-                role.restore().result()
+            _wait_for([role.restore() for role in self._trained()])
 
     def _trained(self) -> list[RoleHandle]:
         return [self.actor, *self.critics.values()]
@@ -131,23 +140,32 @@ class Run:
         prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
         seed = config.run.seed * 1_000_003 + self.step_index
         with self.recorder.phase("rollout"):
-            samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
-        samples = samples.with_fields(prompt_index=index)
+            samples = self._replayed(prompts)
+            if samples is None:
+                samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
+        if self._samplings is not None:
+            self._samplings.append(samples)
+        samples = samples.with_fields(prompt_index=index).keep()
         if not greedy:
             self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
             self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
             self.throughput.rollout(samples)
         return samples
 
+    def _replayed(self, prompts: Batch) -> Batch | None:
+        """The responses of the run that this one replays; None where it generates its own, as evaluations always do."""
+        if not self.config.run.replay or self._samplings is None:
+            return None
+        return load_rollout(Path(self.config.run.replay), self.step_index, len(self._samplings), prompts)
+
     def _wake(self) -> None:
         """In the order that needs the least memory: what the resharding does not read goes first, the KV cache comes last."""
         every = self.config.resharding.verify_every
         verify = self.step_index % every == 0 if every else self.step_index <= 1
         with self.recorder.phase("release"):
-            for role in self._trained():
-                role.make_room().result()
-            for critic in self.critics.values():  # the engine has no use for their weights
-                critic.release_weights().result()
+            leaving = [role.make_room() for role in self._trained()]
+            leaving += [critic.release_weights() for critic in self.critics.values()]  # the engine has no use for their weights
+            _wait_for(leaving)
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
@@ -171,39 +189,88 @@ class Run:
             greedy=greedy,
         )
 
+    # --- what is known of the samples before their advantages
+
+    def assess(self, problems: list[Problem], samples: Batch) -> Batch:
+        """`score`, `add_log_probs` and, where there are critics, `add_values`. All of it is started before any of it is waited
+        for: the scorers work beside the roles, and roles on ranks of their own beside each other."""
+        scored = self._start_scoring(problems, samples)
+        for finish in (*self._start_log_probs(samples), *self._start_values(samples), scored):
+            samples = finish(samples)
+        return samples
+
+    def _start(self, phase: str, call: Callable[[Batch], Future], samples: Batch, **names: str) -> Finish:
+        """Begin a role's call on the tokens; the columns of its answer come under new `names`."""
+        with self.recorder.phase(phase):
+            pending = call(samples.only("tokens", "loss_mask"))
+
+        def finish(samples: Batch) -> Batch:
+            found = self._result(phase, pending)
+            return samples.with_fields(**{name: found[column] for name, column in names.items()})
+
+        return finish
+
+    def _result(self, phase: str, pending: Future) -> Any:
+        """Of a call that others may have run beside or before: the phase takes what the call's ranks were at it themselves."""
+        with self.recorder.phase(phase) as measured:
+            found = pending.result()
+            measured.seconds = pending.seconds
+        return found
+
     # --- rewards
 
     def score(self, problems: list[Problem], samples: Batch) -> Batch:
         """Add `rewards` [N], where the config has costs also `costs` [N], and write the samples down."""
+        return self._start_scoring(problems, samples)(samples)
+
+    def _start_scoring(self, problems: list[Problem], samples: Batch) -> Finish:
         asked = samples_of(problems, samples, self.text)
-        found = {}
-        for scoring in self.scorings:
-            scored = found[f"{scoring.name}s"] = self._score(scoring, asked)
-            self.metrics |= scored.metrics
-        totals = {name: scored.total for name, scored in found.items()}
-        self.recorder.samples(self._rows("train", asked, samples, totals))
-        return samples.with_fields(**totals)
+        pending = {f"{scoring.name}s": self._start_score(scoring, asked) for scoring in self.scorings}
 
-    def score_baseline(self, problems: list[Problem], samples: Batch) -> Tensor:
-        """Rewards [N] of responses that the samples are compared with; nothing is trained on them."""
-        rewards = self._score(self.scorings[0], samples_of(problems, samples, self.text)).total
-        self.metrics["reward/baseline_mean"] = rewards.mean().item()
-        return rewards
+        def finish(samples: Batch) -> Batch:
+            found = {name: wait() for name, wait in pending.items()}
+            for scored in found.values():
+                self.metrics |= scored.metrics
+            totals = {name: scored.total for name, scored in found.items()}
+            self.recorder.samples(self._rows("train", asked, samples, totals))
+            return samples.with_fields(**totals)
 
-    def _score(self, scoring: Scoring, asked: list[Sample]) -> Scored:
-        """Notes down failures, and how many of a step's scores were known before where they are kept."""
+        return finish
+
+    def start_baseline(self, problems: list[Problem], samples: Batch) -> Callable[[], Tensor]:
+        """Begin to score responses that the samples are compared with; nothing is trained on them. What is returned waits for
+        the rewards [N]."""
+        wait = self._start_score(self.scorings[0], samples_of(problems, samples, self.text))
+
+        def finish() -> Tensor:
+            rewards = wait().total
+            self.metrics["reward/baseline_mean"] = rewards.mean().item()
+            return rewards
+
+        return finish
+
+    def _start_score(self, scoring: Scoring, asked: list[Sample]) -> Callable[[], Scored]:
+        """What is returned waits, and notes down failures, and how many of a step's scores were known before where they are
+        kept."""
         name = scoring.name
         with self.recorder.phase(name):
-            scored = scoring.score(asked)
-        counts = self._scored[name]
-        counts.update(scored.counts)
-        self.metrics |= {f"{name}/{what}": counts[what] for what in ("failed", "timed_out")}
-        if self.config.scores()[name].cache_size:
-            self.metrics[f"{name}/cache_hit_rate"] = counts["cached"] / counts["asked"]
-        if scored.first_failure:
-            failed = scored.counts["failed"] + scored.counts["timed_out"]
-            self.recorder.line(f"warning: {failed} scores ({name}) are 0: {scored.first_failure}")
-        return scored
+            wait = scoring.start(asked)
+
+        def finish() -> Scored:
+            with self.recorder.phase(name) as measured:
+                scored = wait()
+                measured.seconds = scored.seconds
+            counts = self._scored[name]
+            counts.update(scored.counts)
+            self.metrics |= {f"{name}/{what}": counts[what] for what in ("failed", "timed_out")}
+            if self.config.scores()[name].cache_size:
+                self.metrics[f"{name}/cache_hit_rate"] = counts["cached"] / counts["asked"]
+            if scored.first_failure:
+                failed = scored.counts["failed"] + scored.counts["timed_out"]
+                self.recorder.line(f"warning: {failed} scores ({name}) are 0: {scored.first_failure}")
+            return scored
+
+        return finish
 
     def _rows(self, kind: str, asked: list[Sample], samples: Batch, totals: dict[str, Tensor]) -> list[dict]:
         """`totals`: rewards, and costs where there are any."""
@@ -229,7 +296,7 @@ class Run:
             return
         samples = self.generate(problems, 1, greedy=True)
         asked = samples_of(problems, samples, self.text)
-        rewards = self._score(self.scorings[0], asked).total
+        rewards = self._start_score(self.scorings[0], asked)().total
         self.recorder.samples(self._rows("evaluation", asked, samples, {"rewards": rewards}))
         seconds = sum(self.recorder.take_phases().values())
         self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
@@ -239,26 +306,37 @@ class Run:
     def add_log_probs(self, samples: Batch) -> Batch:
         """Add what the loss compares with: the reference's log-probs where there is a reference, and the old policy's as
         `algorithm.old_log_probs` says (`PolicyObjective` does without where they are the policy's own)."""
+        for finish in self._start_log_probs(samples):
+            samples = finish(samples)
+        return samples
+
+    def _start_log_probs(self, samples: Batch) -> list[Finish]:
+        pending: list[Finish] = []
         if self.reference is not None:
-            with self.recorder.phase("reference"):
-                found = self.reference.log_probs(samples.only("tokens", "loss_mask")).result()
-            samples = samples.with_fields(reference_log_probs=found["log_probs"])
+            pending.append(self._start("reference", self.reference.log_probs, samples, reference_log_probs="log_probs"))
         if self.config.old_log_probs == "rollout":
-            return samples.with_fields(log_probs=samples["rollout_log_probs"])
+            pending.append(lambda samples: samples.with_fields(log_probs=samples["rollout_log_probs"]))
         if self.config.old_log_probs == "recompute":
-            with self.recorder.phase("log_probs"):
-                found = self.actor.log_probs(samples.only("tokens", "loss_mask")).result()
-            samples = samples.with_fields(log_probs=found["log_probs"])
-            columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
-            self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
+            pending.append(self._start("log_probs", self.actor.log_probs, samples, log_probs="log_probs"))
+            pending.append(self._measure_mismatch)
+        return pending
+
+    def _measure_mismatch(self, samples: Batch) -> Batch:
+        columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
+        self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
         return samples
 
     def add_values(self, samples: Batch) -> Batch:
         """Add `values`, and of a cost critic `cost_values`: what a critic expects before each token."""
-        with self.recorder.phase("values"):
-            asked = {name: critic.values(samples.only("tokens", "loss_mask")) for name, critic in self.critics.items()}
-            found = {CRITICS[name].values: pending.result()["values"] for name, pending in asked.items()}
-        return samples.with_fields(**found)
+        for finish in self._start_values(samples):
+            samples = finish(samples)
+        return samples
+
+    def _start_values(self, samples: Batch) -> list[Finish]:
+        return [
+            self._start("values", critic.values, samples, **{CRITICS[name].values: "values"})
+            for name, critic in self.critics.items()
+        ]
 
     def rewards_less_kl(self, samples: Batch) -> Tensor:
         """Rewards [N], under `algorithm.kl_in: reward` minus the KL penalty against the reference, summed over the response."""
@@ -305,7 +383,7 @@ class Run:
 
     def start_training(self, optimizer: OptimizerConfig | None = None) -> None:
         """Begin with a fresh optimizer: the actor's own, or another phase's."""
-        self.actor.start_training(_settings(optimizer or self.config.roles.actor.optimizer)).result()
+        self.actor.start_training(optimizer_settings(optimizer or self.config.roles.actor.optimizer)).result()
 
     def start_policy_training(self) -> None:
         """The reference, where there is one, becomes a copy of the policy as it is now; the optimizer is a fresh one."""
@@ -319,7 +397,7 @@ class Run:
         for name, critic in self.critics.items():
             if self.config.model_path(name) == self.config.model_path("actor"):
                 critic.copy_from("actor").result()
-            critic.start_training(_settings(self.config.trained_roles()[name].optimizer)).result()
+            critic.start_training(optimizer_settings(self.config.trained_roles()[name].optimizer)).result()
 
     def policy_objective(self) -> PolicyObjective:
         """The policy's loss as the config says, with the KL coefficient of this step."""
@@ -328,6 +406,7 @@ class Run:
     def improve(self, samples: Batch, objective: object, value_objective: object = None) -> None:
         """The updates of a step: `algorithm.epochs` times over the samples in mini-batches, of the critics as well where they
         have an objective; then the KL coefficient for the next step."""
+        samples = samples.keep()
         for _ in range(self.config.algorithm.epochs):
             for mini_batch in self.mini_batches(samples):
                 critics = self.critics if value_objective else ()
@@ -343,7 +422,8 @@ class Run:
     def update(self, batch: Batch, objective: object, temperature: float | None = None) -> dict[str, float]:
         """One optimizer step of the actor, on log-probs at `temperature` (default: the sampling's)."""
         with self.recorder.phase("update"):
-            shards = self.actor.update(batch, objective, temperature or self.config.sampling.temperature).result()
+            pending = self.actor.update(batch, objective, temperature or self.config.sampling.temperature)
+        shards = self._result("update", pending)
         sums = merge_sums(shards)
         first = "mismatch/kl" not in self.metrics  # later updates no longer see the policy that sampled
         if "mismatch_abs" in sums and first:
@@ -357,13 +437,12 @@ class Run:
         """Begin an optimizer step of a critic; what is returned waits for it: on ranks of their own, critics and actor update
         at the same time."""
         fields, phase = CRITICS[name], f"update_{name}"
-        own = batch.only("tokens", "loss_mask").with_fields(values=batch[fields.values], returns=batch[fields.returns])
+        own = batch.only("tokens", "loss_mask", *fields).renamed({fields.values: "values", fields.returns: "returns"})
         with self.recorder.phase(phase):
             pending = self.critics[name].update(own, objective)
 
         def finish() -> None:
-            with self.recorder.phase(phase):
-                shards = pending.result()
+            shards = self._result(phase, pending)
             self._note_update(name, merge_sums(shards), shards)
 
         return finish
@@ -382,19 +461,44 @@ class Run:
         self.step_index += 1
         self.metrics, self._updates = {}, {name: [] for name in self._updates}
         self._scored = {name: Counter() for name in self._scored}
+        self._samplings = []
+        self._bytes_before = self.courier.bytes
         self.throughput.reset()
         self.recorder.take_phases()
         self._memory()
+        if self._timeline:
+            self._timeline.begin_step()
+            self._passes()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
+        if self.config.run.save_rollouts:
+            vocab_size = self.config.read_model("actor").vocab_size
+            save_rollouts(self.recorder.folder, self.step_index, self._samplings, vocab_size)
+        self._samplings = None
         for role, updates in self._updates.items():
             for name in updates[0] if updates else ():
                 self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
         metrics = {"step": self.step_index} | self.metrics
+        metrics["driver/bytes_sent"] = self.courier.bytes - self._bytes_before
+        self.courier.forget()
+        self.worker.forget_rows().result()
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
+        if self._timeline:
+            self.passes = self._passes()
+            metrics |= _bubbles(self.passes["actor"])
+            pipelines = {name: (role.ranks, self.passes[name]) for name, role in self._metered().items()}
+            self._timeline.write(self.step_index, self.recorder.spans, pipelines)
         self.recorder.log(metrics)
+
+    def _passes(self) -> dict[str, list[Pass]]:
+        """When every rank of a Megatron role worked, by role and pass of its schedule in this step."""
+        reports = {name: role.take_passes().result() for name, role in self._metered().items()}
+        return {name: list(zip(*ranks, strict=True)) for name, ranks in reports.items()}
+
+    def _metered(self) -> dict[str, RoleHandle]:
+        return {"actor": self.actor, **self.critics} | ({} if self.reference is None else {"reference": self.reference})
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
@@ -403,7 +507,21 @@ class Run:
         return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
 
 
-def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:
+def _wait_for(calls: list[Future]) -> None:
+    for call in calls:
+        call.result()
+
+
+def _bubbles(passes: list[Pass]) -> dict[str, float]:
+    """pipeline/bubble_* of the passes that train: the mean stage and the one that idles most."""
+    training = [one for one in passes if any(interval.kind == "backward" for rank in one for interval in rank)]
+    if not training:
+        return {}
+    idle = bubble(training)
+    return {"pipeline/bubble_mean": idle.mean, "pipeline/bubble_max": idle.max}
+
+
+def optimizer_settings(optimizer: OptimizerConfig) -> OptimizerSettings:
     return OptimizerSettings(**dataclasses.asdict(optimizer) | {"betas": tuple(optimizer.betas)})
 
 

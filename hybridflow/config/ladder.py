@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.schema import Config
+from megatron_ext.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
     mini_batch = -(-samples // batch.mini_batches)
     rank_samples = -(-mini_batch // layout.dp)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
-    micro_batches = _micro_batches(rank_samples, actor.micro_batch_tokens, longest)
-    engines = config.world_size // config.roles.rollout.tp
+    micro_batches = layout.schedulable(_micro_batches(rank_samples, actor.micro_batch_tokens, longest))
+    engines = len(config.ranks("rollout")) // config.roles.rollout.tp
     optimizer_steps = batch.mini_batches * config.algorithm.epochs
     at_most = "at most " if samples % batch.mini_batches else ""
     rungs = (
@@ -68,7 +69,7 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
         Rung(
             "micro-batches",
             f"<= {micro_batches}",
-            f"per rank and mini-batch, of at most {actor.micro_batch_tokens} packed tokens",
+            f"per rank and mini-batch, of at most {actor.micro_batch_tokens} packed tokens{_multiple(layout)}",
         ),
         *(_critic(config, name, mini_batch, longest) for name in config.trained_roles() if name != "actor"),
         Rung("steps", f"{config.run.steps}", f"{config.run.steps * samples} samples in all; {_warm_start(config)}"),
@@ -83,11 +84,16 @@ def _micro_batches(samples: int, budget: int, longest: int) -> int:
     return -(-samples // max(1, budget // longest))
 
 
+def _multiple(layout: Layout) -> str:
+    return f"; a multiple of pp={layout.pp}" if layout.vpp > 1 else ""
+
+
 def _critic(config: Config, name: str, mini_batch: int, longest: int) -> Rung:
     """The actor's mini-batches on a critic's own ranks."""
-    critic, dp = config.trained_roles()[name], config.layout(name).dp
-    count = _micro_batches(-(-mini_batch // dp), critic.micro_batch_tokens, longest)
-    meaning = f"per mini-batch on each of {dp} data-parallel ranks, of at most {critic.micro_batch_tokens} packed tokens"
+    critic, layout = config.trained_roles()[name], config.layout(name)
+    count = layout.schedulable(_micro_batches(-(-mini_batch // layout.dp), critic.micro_batch_tokens, longest))
+    tokens = f"of at most {critic.micro_batch_tokens} packed tokens{_multiple(layout)}"
+    meaning = f"per mini-batch on each of {layout.dp} data-parallel ranks, {tokens}"
     return Rung(f"… of the {name.replace('_', ' ')}", f"<= {count}", meaning)
 
 

@@ -54,8 +54,9 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def _of_the_actor(config: Config, section: type, but: str = "") -> dict[str, Any]:
-    """The actor's values of the keys that `section` has."""
-    return {f.name: copy.deepcopy(getattr(config.roles.actor, f.name)) for f in fields(section) if f.name != but}
+    """The actor's values of the keys that `section` has; its class is its own."""
+    left_out = ("implementation", but)
+    return {f.name: copy.deepcopy(getattr(config.roles.actor, f.name)) for f in fields(section) if f.name not in left_out}
 
 
 def save(config: Config, path: str | Path) -> None:

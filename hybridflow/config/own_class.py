@@ -7,6 +7,22 @@ import sys
 from hybridflow.config.schema import ConfigError
 
 
+def load_role(key: str, path: str, methods: tuple[str, ...]) -> type:
+    """The class of a role: `load_class`, where each of `methods` also declares how its arguments travel.
+
+    Raises:
+        ConfigError: as `load_class`, or a method lacks `@remote`, as one that overrides another's does without its own.
+    """
+    found = load_class(key, path, methods)
+    for method in methods:
+        if not hasattr(getattr(found, method), "protocol"):
+            raise ConfigError(
+                f"{key}={path!r}: the method {method} declares no transfer protocol: put @remote(...) of"
+                " hybridflow.controller.protocols above it"
+            )
+    return found
+
+
 def load_class(key: str, path: str, methods: tuple[str, ...]) -> type:
     """The class at `path`, looked for in the working directory as well, with all of `methods`.
 

@@ -5,6 +5,7 @@ cheapest to the dearest.
 """
 
 import difflib
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -15,10 +16,13 @@ from typing import Any
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder
-from hybridflow.config.own_class import load_class
+from hybridflow.config.own_class import load_class, load_role
+from hybridflow.config.replay import check_replay
 from hybridflow.config.run_folder import check_run_folder
-from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, Config, ConfigError, OptimizerConfig
+from hybridflow.config.schedule_checks import check_schedule
+from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.config.score_checks import check_classifier, check_scores
+from hybridflow.controller.placement import either, place
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -81,6 +85,8 @@ _OWNED_BY_US = {
         "expert_model_parallel_size": "ep",
         "expert_tensor_parallel_size": "etp",
         "sequence_parallel": "sequence_parallel",
+        "batch_p2p_comm": "megatron.overlap_p2p_comm",
+        "deallocate_pipeline_outputs": "megatron.overlap_p2p_comm",
         "recompute_granularity": "recompute",
         "bf16": "dtype",
         "params_dtype": "dtype",
@@ -115,6 +121,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     """
     _check_not_yet(config)
     _check_numbers(config)
+    _check_launcher(config)
     _check_cluster(config)
     _check_offload(config)
     _check_name(config)
@@ -123,6 +130,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     _check_libraries(config)
     models = {role: _read_model(config, role) for role in config.megatron_roles()}
     for role, hf in models.items():
+        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
         _check_layout(config, role, hf)
     _check_rollout(config, models["actor"])
     _check_lengths(config, models)
@@ -134,8 +142,13 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     if run_folder:
         check_run_folder(Path(config.run.dir), config.run.overwrite)
     check_data(config)
+    if config.run.replay:
+        check_replay(config, models["actor"].vocab_size)
     if ":" in config.algorithm.name:
         load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
+    for name, role in config.megatron_roles().items():
+        if role.implementation:
+            load_role(f"roles.{name}.implementation", role.implementation, ROLE_METHODS.get(name, ()))
     return models
 
 
@@ -148,16 +161,23 @@ def check_devices(config: Config) -> str:
     import torch
 
     gpus, ranks = torch.cuda.device_count(), config.cluster.ranks_per_node
-    device = config.cluster.device
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    if device == "cuda" and gpus < ranks:
+    device = chosen_device(config)
+    if device == "cuda" and gpus < ranks and not config.cluster.address:
         raise ConfigError(
             f"cluster.ranks_per_node={ranks} but torch can use {gpus} GPUs on this machine: lower it, or set cluster.device=cpu"
         )
     if device == "cpu":
         _check_engine_on_cpu(config.model_path("actor"), _read_model(config, "actor"))
     return device
+
+
+def chosen_device(config: Config) -> str:
+    """What `cluster.device` stands for; imports torch. A cluster with an address is asked for GPUs, whatever is here."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    import torch
+
+    return "cuda" if config.cluster.address or torch.cuda.device_count() else "cpu"
 
 
 def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) -> str:
@@ -172,6 +192,8 @@ def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) ->
 
     from hybridflow.planner.memory import check_fits, gpu_total, memory_plan
 
+    if config.cluster.address:  # the nodes are other machines than this
+        return memory_plan(config, models, None).render()
     plan = memory_plan(config, models, gpu_total())
     check_fits(config, models, plan, psutil.virtual_memory().total)
     return plan.render()
@@ -189,20 +211,11 @@ def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
 
 
 def _check_not_yet(config: Config) -> None:
-    if config.cluster.launcher == "ray":
-        raise ConfigError("cluster.launcher=ray is not supported yet: use torchrun")
-    everywhere = list(range(config.world_size))
-    roles = {**config.megatron_roles(), "rollout": config.roles.rollout}
-    for name, role in roles.items():
-        if role.ranks not in ("all", everywhere):
-            raise ConfigError(f"roles.{name}.ranks={role.ranks}: roles on a part of the ranks are not supported yet: use all")
     for name, role in config.megatron_roles().items():
         if role.cp > 1:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
     if config.run.save_every:
         raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
-    if config.run.profile:
-        raise ConfigError("run.profile=true is not supported yet: use false")
 
 
 def _check_numbers(config: Config) -> None:
@@ -273,7 +286,7 @@ def _check_optimizer(key: str, o: OptimizerConfig) -> None:
 
 
 def _check_cluster(config: Config) -> None:
-    """The layouts fit the processes that the config asks for, and those are the processes that torchrun started."""
+    """The roles fit the processes that the config asks for, and those are the processes that torchrun started."""
     c, world = config.cluster, config.world_size
     started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else world
     if started != world:
@@ -281,21 +294,52 @@ def _check_cluster(config: Config) -> None:
             f"torchrun started {started} processes, but cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node}"
             f" = {world}: start {world}, or change these keys"
         )
+    try:
+        place(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for name, role in config.megatron_roles().items():
-        needed = role.tp * role.pp * role.cp
-        if world % needed:
-            have = f"cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node} = {world} processes"
-            what = "are fewer than" if world < needed else "are not a multiple of"
-            raise ConfigError(
-                f"{have} {what} roles.{name}.tp={role.tp} x pp={role.pp} x cp={role.cp} = {needed}:"
-                " change cluster.ranks_per_node or the layout"
-            )
         if role.vpp > 1 and role.pp == 1:
             raise ConfigError(f"roles.{name}.vpp={role.vpp} needs a pipeline, but roles.{name}.pp=1: use vpp=1 or a larger pp")
-    tp, ranks = config.roles.rollout.tp, c.ranks_per_node
-    if ranks % tp:
-        divisors = _either([n for n in range(1, ranks + 1) if ranks % n == 0])
-        raise ConfigError(f"roles.rollout.tp={tp} does not divide cluster.ranks_per_node={ranks}: use {divisors}")
+
+
+def _check_launcher(config: Config) -> None:
+    c = config.cluster
+    if c.launcher == "torchrun":
+        for key, value in (("address", c.address), ("resources", c.resources)):
+            if value:
+                raise ConfigError(f"cluster.{key}={value} is for Ray: set cluster.launcher=ray, or leave it out")
+        return
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "cluster.launcher=ray, but torchrun or srun has started this process as a rank: start hybridflow train once, or set"
+            " cluster.launcher=torchrun"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("cluster.launcher=ray needs the package ray: pip install ray, or use cluster.launcher=torchrun")
+    if not c.address and (c.nodes > 1 or c.resources):
+        key = f"nodes={c.nodes}" if c.nodes > 1 else f"resources={c.resources}"
+        raise ConfigError(
+            f"cluster.{key}, but without cluster.address Ray is started on this machine alone: start a cluster"
+            " (ray start --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379"
+        )
+    if "://" in c.address:
+        raise ConfigError(f"cluster.address={c.address} is of Ray's client protocol: use HOST:PORT of the cluster, or auto")
+    for node, amounts in c.resources.items():
+        _check_resources(f"cluster.resources.{node}", node, amounts, c.nodes)
+
+
+def _check_resources(key: str, node: Any, amounts: Any, nodes: int) -> None:
+    names = [f"node{number}" for number in range(nodes)]
+    if node not in names:
+        raise ConfigError(f"{key}: cluster.nodes={nodes} are {either(names)}")
+    if not isinstance(amounts, dict):
+        raise ConfigError(f"{key}={amounts} is not a section of amounts, such as {{H200: 1}}")
+    for name, amount in amounts.items():
+        if name in ("CPU", "GPU"):
+            raise ConfigError(f"{key}.{name} follows from cluster.ranks_per_node: leave it out")
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
+            raise ConfigError(f"{key}.{name}={amount} is not a number above 0")
 
 
 def _check_offload(config: Config) -> None:
@@ -398,7 +442,7 @@ def _check_layout(config: Config, role: str, hf: HFConfig) -> None:
     for name, size in sizes.items():
         if size % layout.tp:
             fits = [n for n in range(1, hf.num_heads + 1) if all(other % n == 0 for other in sizes.values())]
-            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {_either(fits)}")
+            raise ConfigError(f"roles.{role}.tp={layout.tp} does not divide the model's {name}={size}: use {either(fits)}")
     try:
         layout.stage_layers(hf.num_layers)
     except ValueError as error:
@@ -438,8 +482,3 @@ def _check_lengths(config: Config, models: Mapping[str, HFConfig]) -> None:
         least = -(-longest // multiple) * multiple  # micro-batches are padded to a multiple of tp
         if budget < least:
             raise ConfigError(f"{key}={budget} does not hold one sequence: {both}: use at least {least}")
-
-
-def _either(numbers: list[int]) -> str:
-    words = [str(n) for n in numbers]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -8,8 +8,8 @@ from hybridflow.config.schema import ConfigError
 
 # What a run writes into its folder; `overwrite` deletes these and nothing else.
 RUN_FILES = (
-    "config.yaml", "metrics.jsonl", "samples.jsonl", "warm_start.jsonl", "evaluation.jsonl", "summary.json",
-    "tensorboard", "timeline", "plots", "checkpoints", "hf",
+    "config.yaml", "placement.txt", "metrics.jsonl", "samples.jsonl", "warm_start.jsonl", "evaluation.jsonl", "summary.json",
+    "tensorboard", "timeline", "rollouts", "plots", "checkpoints", "hf",
 )  # fmt: skip
 SIGNS_OF_A_RUN = ("config.yaml", "metrics.jsonl", "checkpoints")
 

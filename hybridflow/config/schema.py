@@ -4,16 +4,23 @@ The dataclasses are OmegaConf structured configs: `load.py` fills them from YAML
 wrong key is reported at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from hybridflow.controller.placement import Ranks, parse_ranks
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
 
 ALGORITHMS = ("grpo", "ppo", "remax", "safe_rlhf")
 ALGORITHM_METHODS = ("prepare", "step")  # of a class of the user's own
+_TRAINED_METHODS = ("start_training", "update", "make_room", "release_weights", "restore", "export")
+ROLE_METHODS = {  # that a run calls, of a class of the user's own
+    "actor": ("log_probs", *_TRAINED_METHODS),
+    "critic": ("values", "copy_from", *_TRAINED_METHODS),
+    "reference": ("log_probs", "copy_from"),
+}
 Dtype = Literal["float32", "bfloat16"]
 # What stands on the last layer of a role's model (HFConfig.head), where it is not an output layer over the vocabulary
 _HEADS = {"critic": "value", "cost_critic": "value", "reward": "score", "cost": "score"}
@@ -47,7 +54,13 @@ class ClusterConfig:
     launcher: Literal["torchrun", "ray"] = "torchrun"
     nodes: int = 1
     ranks_per_node: int = 1  # processes on a node: one per GPU
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there are GPUs, and on a Ray cluster with an address
+    # launcher ray: the cluster to join, such as auto (the one of this machine) or 10.0.0.1:6379; empty: a Ray of the job's own,
+    # which only this machine can reach
+    address: str = ""
+    # launcher ray with an address: what nodes must have besides CPUs and GPUs, in the amounts that are taken:
+    # {node0: {H200: 1}, node1: {A100: 1}} of Ray's custom resources puts the ranks of node0 on a node with H200
+    resources: dict[str, Any] = free()
 
 
 @dataclass
@@ -70,6 +83,7 @@ class SplitConfig:
 
     embedding: int = 0  # layers that the embedding counts as, on the first stage
     loss: int = 0  # layers that the output layer and the loss count as, on the last stage
+    by_cost: bool = False  # derive `loss`: the layers that take as many operations as the output layer, rounded
     # the layers of every stage, instead of an even split: [7, 8, 8, 7]; with vpp > 1 of every chunk, in the model's order: the
     # first chunk of every stage, then the second of every stage, ... The first and the last number may be 0
     stages: list[int] = field(default_factory=list)
@@ -79,7 +93,11 @@ class SplitConfig:
 class MegatronRoleConfig:
     """A role that lives in Megatron-core: where, in which layout, and how much it takes at once."""
 
-    ranks: Any = "all"  # all | [0, 1] | ["node0:[0,1]", ...]
+    # all | [0, 1] or ["0-3"] | ["node0:[0,1]", ...] (controller/placement.py). Roles may share their ranks, or some of them
+    ranks: Any = "all"
+    # a class of your own in place of the one in hybridflow/roles, usually derived from it, in the working directory or where
+    # Python finds packages: package.module:Class. Its remote methods declare a transfer protocol (controller/protocols.py)
+    implementation: str = ""
     tp: int = 1
     pp: int = 1
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
@@ -106,6 +124,8 @@ class TrainedConfig(MegatronRoleConfig):
     # `--dry-run` shows. The gradients go whenever the weights do, and under auto before them
     release_weights: Literal["auto", "always", "never"] = "auto"
     micro_batch_tokens: int = 8192  # tokens of a packed micro-batch with backward
+    # reduce gradients over data-parallel ranks while the last micro-batch's backward pass still runs; not with experts
+    overlap_grad_reduce: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -144,16 +164,17 @@ class RewardModelConfig(MegatronRoleConfig):
 
 @dataclass
 class RolloutConfig:
-    """vLLM in the training processes; it always runs the actor's weights."""
+    """vLLM in the training processes, or on ranks of its own; it always runs the actor's weights."""
 
-    ranks: Any = "all"
+    ranks: Any = "all"  # as above; where it shares ranks with other roles it needs all the ranks that those share
     tp: int = 1
     dtype: Dtype | None = None
     expert_parallel: bool = False
     # which ranks form an engine: those of a node that receive least when the weights come, or neighbours
     grouping: Literal["best", "contiguous"] = "best"
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory that vLLM may use while it generates
-    # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side
+    # give that memory to training between rollouts. false saves the time of sleeping and waking where both fit side by side;
+    # on ranks of its own the engine never sleeps
     sleep: bool = True
     engine_args: dict[str, Any] = free()  # arguments of vLLM's LLM
 
@@ -272,7 +293,11 @@ class RunConfig:
     save_every: int = 0  # checkpoint every so many steps; 0: only the trained model at the end
     resume: Literal["auto", "never"] = "auto"
     overwrite: bool = False  # delete the run that `dir` holds
-    profile: bool = False
+    profile: bool = False  # write every rank's calls as timeline/step-N.json, which opens in Perfetto
+    save_rollouts: bool = False  # keep every step's responses with their log-probs in rollouts/step-N.safetensors
+    # the folder of an earlier run with save_rollouts: its responses are taken, step by step, in place of generating, so that
+    # layouts or settings are compared on the same samples. Weights are still resharded, evaluations still generated
+    replay: str = ""
     port: int = 0  # where the ranks meet; 0: a free port
 
 
@@ -326,18 +351,33 @@ class Config:
         """Those of them that have an optimizer."""
         return {name: role for name, role in self.megatron_roles().items() if isinstance(role, TrainedConfig)}
 
+    def ranks(self, role: str) -> Ranks:
+        """The global ranks of a role; ValueError where `roles.X.ranks` can't be had."""
+        wanted = getattr(self.roles, role).ranks
+        return parse_ranks(f"roles.{role}.ranks", wanted, self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @property
+    def rollout_shares(self) -> bool:
+        """Whether the rollout engine has GPUs in common with another role, and so gives memory to it between rollouts."""
+        others = {rank for role in self.megatron_roles() for rank in self.ranks(role)}
+        return not others.isdisjoint(self.ranks("rollout"))
+
     def read_model(self, role: str) -> HFConfig:
         """The `config.json` of a role's model."""
         return HFConfig.from_folder(self.model_path(role), head=_HEADS.get(role, "lm"))
 
     def layout(self, role: str) -> Layout:
-        """The layout of a role over all ranks; the rollout's ranks beyond an engine's tp count as dp."""
+        """The layout of a role over its ranks; the rollout's ranks beyond an engine's tp count as dp."""
+        count = len(self.ranks(role))
         if role == "rollout":
-            return Layout(self.world_size, self.roles.rollout.tp)
+            return Layout(count, self.roles.rollout.tp)
         r = getattr(self.roles, role)
         sequence_parallel = r.sequence_parallel and r.tp > 1
         split = Split(tuple(r.split.stages), r.split.embedding, r.split.loss)
-        return Layout(self.world_size, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
+        if r.split.by_cost:
+            hf = self.read_model(role)
+            split = replace(split, loss=round(hf.output_weights / hf.layer_weights))
+        return Layout(count, r.tp, r.pp, r.vpp, r.cp, r.ep, r.etp, sequence_parallel, split)
 
     def model_path(self, role: str) -> str:
         override = getattr(self.roles, "actor" if role == "rollout" else role).model

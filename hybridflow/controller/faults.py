@@ -4,6 +4,7 @@ A rank that fails prints its traceback at once. Its peers fail after it, with br
 so each also leaves its line in a folder (`FOLDER` in the environment), from which `cause` takes the first real one. No torch.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -12,10 +13,12 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = "HYBRIDFLOW_FAULTS"  # in the ranks' environment; not set where the user started torchrun
+DRIVER = -1  # for a rank: the driver, where it is a process of its own
 _EXITS = "exits.json"
 # How the loss of a peer looks from here: gloo raises RuntimeError and nothing else, NCCL and the store errors of their own.
 _LOST = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe")
@@ -24,28 +27,60 @@ _LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 @dataclass(frozen=True)
 class Fault:
-    """`lost`: a connection to another rank broke, so that the fault is most likely that rank's. `seconds`: since the epoch."""
+    """`lost`: a connection to another rank broke, so that the fault is most likely that rank's. `seconds`: since the epoch.
+    `text`: what to print: with the traceback, or the line alone where only a peer was lost."""
 
     rank: int
     line: str
     lost: bool
     seconds: float
+    text: str
 
 
-def report(rank: int, where: str, error: BaseException) -> None:
-    """Say what failed on this rank: the traceback, or one line where only a peer was lost; and note it for `cause`."""
+class RankFailed(RuntimeError):
+    """A rank's fault as an exception that can be pickled and raised again in another process."""
+
+    def __init__(self, fault: Fault):
+        super().__init__(fault)
+        self.fault = fault
+
+    def __str__(self) -> str:
+        return self.fault.text
+
+
+@contextlib.contextmanager
+def as_rank_failed(rank: int, where: str) -> Iterator[None]:
+    """Any exception within becomes the `RankFailed` of this rank, at `where`.
+
+    Raises:
+        RankFailed: from the exception.
+    """
+    try:
+        yield
+    except RankFailed:
+        raise
+    except Exception as error:
+        raise RankFailed(describe(rank, where, error)) from error
+
+
+def describe(rank: int, where: str, error: BaseException) -> Fault:
+    """What failed on this rank, in what."""
+    if isinstance(error, RankFailed):
+        return error.fault
     lost = type(error).__name__ in _LOST_TYPES or bool(_LOST.search(str(error)))
     what = " ".join(str(error).split())
     if lost:  # without the library's source line and its advice to see the other rank's log
         what = re.sub(r"^\[\S+\] ", "", what).partition(". This is typically")[0]
-    line = f"rank {rank} on {socket.gethostname()} failed in {where}: {type(error).__name__}{what and f': {what}'}"
-    _note(Fault(rank, line, lost, time.time()))
-    shown = (
-        line
-        if lost
-        else f"rank {rank} on {socket.gethostname()} failed in {where}:\n" + "".join(traceback.format_exception(error))
-    )
-    print(shown.rstrip(), file=sys.stderr, flush=True)
+    start = f"{'the driver' if rank == DRIVER else f'rank {rank}'} on {socket.gethostname()} failed in {where}:"
+    line = f"{start} {type(error).__name__}{what and f': {what}'}"
+    trace = f"{start}\n" + "".join(traceback.format_exception(error))
+    return Fault(rank, line, lost, time.time(), line if lost else trace.rstrip())
+
+
+def report(fault: Fault) -> None:
+    """Print the fault, and note it for `cause`."""
+    _note(fault)
+    print(fault.text, file=sys.stderr, flush=True)
 
 
 def _note(fault: Fault) -> None:

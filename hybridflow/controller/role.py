@@ -1,7 +1,7 @@
 """What the controller asks of a role: a layout, a context for its calls, and methods that declare a protocol."""
 
 import contextlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_ext.layout import Layout
 
@@ -18,6 +18,10 @@ class Role:
     name: str
     layout: Layout
     peers: ClassVar[dict[str, "Role"]] = {}
+
+    @classmethod
+    def stand_by(cls, name: str, config: Any) -> None:
+        """Called instead of the constructor on ranks of the role's pool that are not the role's, for what all must do."""
 
     def context(self) -> contextlib.AbstractContextManager:
         """Entered around every call."""

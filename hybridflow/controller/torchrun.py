@@ -1,6 +1,7 @@
 """The torchrun launcher: the driver lives in rank 0 beside that rank's own share; all other ranks wait for calls.
 
-Calls travel pickled over a gloo group of their own: inside the job only, between processes that torchrun started.
+Calls travel pickled over a gloo group of all ranks, whatever their pools: inside the job only, between processes that torchrun
+started.
 """
 
 import collections
@@ -13,48 +14,55 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from hybridflow.controller import faults
 from hybridflow.controller.waiting import waiting
-from hybridflow.controller.worker import Call, Worker
-from megatron_ext import device
+from hybridflow.controller.worker import Call
 
 # Ranks wait for calls as long as the driver computes alone (rewards, a debugger); dead peers are noticed at once.
 _CONTROL_TIMEOUT = datetime.timedelta(days=30)
 
 
-def init_world(timeout_minutes: float = 10) -> None:
-    """Join the default process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU."""
-    device.install()
-    if device.backend() == "nccl":
-        # srun may show each rank its own GPU only, which is number 0 then
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    with waiting(f"the other ranks of the world of {os.environ['WORLD_SIZE']} to join"):
-        dist.init_process_group(
-            device.backend(), timeout=datetime.timedelta(minutes=timeout_minutes), **device.world_arguments()
-        )
+class Executor(Protocol):
+    """What runs a rank's calls: its `Process`."""
+
+    def execute(self, call: Call) -> Any: ...
+
+
+def job_store() -> tuple[dist.Store, int, int]:
+    """The store that torchrun's environment describes, this rank's number and how many there are."""
+    world_size = os.environ["WORLD_SIZE"]
+    with waiting(f"the store at which the {world_size} ranks meet"):
+        return next(dist.rendezvous("env://"))
 
 
 class TorchrunTransport:
-    """Built on every rank. Rank 0 submits; the others `serve` until rank 0 closes."""
+    """Built on every rank. Rank 0 submits; the others `serve` until rank 0 closes.
 
-    def __init__(self):
-        self._group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
-        self.rank = dist.get_rank()
+    Rank 0's own share of a call waits until a result is asked for: by then the driver has submitted all that it can, and roles
+    on other ranks are at work while this one is.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        """Collective over all ranks of the job, which meet at `store`."""
+        self.rank, self._world_size = rank, world_size
+        with waiting(f"the other ranks of the {world_size} to take calls"):
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("calls", store), rank, world_size, _CONTROL_TIMEOUT)
         self.phase: Callable[[], str] = lambda: ""
-        self._worker: Worker | None = None
+        self._executor: Executor | None = None
         self._where = "the wait for calls"
+        self._own: collections.deque[tuple[Call, _Slot | None]] = collections.deque()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._poster = threading.Thread(target=self._post, daemon=True)
         self._poster.start()
         self._expected: dict[int, collections.deque] = collections.defaultdict(collections.deque)
 
-    def attach(self, worker: Worker) -> None:
-        self._worker = worker
+    def attach(self, executor: Executor) -> None:
+        self._executor = executor
 
     def serve(self) -> None:
         """Run calls until the driver says stop. A failing call ends this process, and torchrun the others."""
@@ -68,7 +76,7 @@ class TorchrunTransport:
                 self._send(pickle.dumps(result), 0)
 
     def submit(self, calls: dict[int, Call]) -> Callable[[], dict[int, Any]]:
-        """Send every rank its call, run rank 0's own share, and return the wait for the replies."""
+        """Send every other rank its call, queue rank 0's own, and return the wait for the replies."""
         payloads: dict[int, bytes] = {}
         for rank, call in calls.items():
             if rank != 0:
@@ -80,25 +88,41 @@ class TorchrunTransport:
             if rank != 0:
                 self._expected[rank].append(slot)
         if 0 in calls:
-            result = self._execute(calls[0])
-            if 0 in slots:
-                slots[0].fill(result)
+            self._own.append((calls[0], slots.get(0)))
         where = next(iter(calls.values())).where
-        return lambda: {rank: self._await(rank, slot, where) for rank, slot in slots.items()}
+        return lambda: self._collect(slots, where)
 
     def close(self) -> None:
         """Let the other ranks leave `serve` (driver), and wait until everything is sent."""
         if self.rank == 0:
-            for rank in range(1, dist.get_world_size()):
+            self._run_own()
+            for rank in range(1, self._world_size):
                 self._send(pickle.dumps(None), rank)
         self._outbox.put(None)
         with waiting("the other ranks to take their last messages"):
             self._poster.join()
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks of the job, of all pools, have come here; `what` they still have to do, for messages."""
+        with waiting(f"ranks of all pools {what}") if self.rank == 0 else contextlib.nullcontext():
+            self._group.barrier().wait()
+
+    def _collect(self, slots: "dict[int, _Slot]", where: str) -> dict[int, Any]:
+        self._run_own()
+        return {rank: self._await(rank, slot, where) for rank, slot in slots.items()}
+
+    def _run_own(self) -> None:
+        """Everything that is queued, in the order of submission, which is the order in which the other ranks run theirs."""
+        while self._own:
+            call, slot = self._own.popleft()
+            result = self._execute(call)
+            if slot:
+                slot.fill(result)
+
     def _execute(self, call: Call) -> Any:
         self._where = call.where
         try:
-            return self._worker.execute(call)
+            return self._executor.execute(call)
         except Exception as error:
             end_rank(self.rank, call.where, error)
 
@@ -120,8 +144,8 @@ class TorchrunTransport:
             payload, rank = message
             data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             try:
-                dist.send(torch.tensor([len(data)]), rank, group=self._group)
-                dist.send(data, rank, group=self._group)
+                self._group.send([torch.tensor([len(data)])], rank, 0).wait()
+                self._group.send([data], rank, 0).wait()
             except RuntimeError as error:
                 self._lost(rank, error)
 
@@ -132,9 +156,9 @@ class TorchrunTransport:
     def _receive(self, rank: int) -> Any:
         size = torch.zeros(1, dtype=torch.int64)
         try:
-            dist.recv(size, rank, group=self._group)
+            self._group.recv([size], rank, 0).wait()
             data = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(data, rank, group=self._group)
+            self._group.recv([data], rank, 0).wait()
         except RuntimeError as error:
             self._lost(rank, error)
         return pickle.loads(data.numpy().tobytes())
@@ -147,17 +171,17 @@ def quiet() -> None:
 
 
 @contextlib.contextmanager
-def faults_end_rank(where: Callable[[], str]) -> Iterator[None]:
+def faults_end_rank(rank: int, where: Callable[[], str]) -> Iterator[None]:
     """An exception within ends this rank, and with it the job; `where()` says what it was at."""
     try:
         yield
     except Exception as error:
-        end_rank(int(os.environ["RANK"]), where(), error)
+        end_rank(rank, where(), error)
 
 
 def end_rank(rank: int, where: str, error: Exception) -> NoReturn:
     """Report the fault and leave at once: peers may hang in a collective with this rank, and so would an orderly shutdown."""
-    faults.report(rank, where, error)
+    faults.report(faults.describe(rank, where, error))
     sys.stdout.flush()
     os._exit(1)
 
@@ -170,9 +194,3 @@ class _Slot:
 
     def fill(self, value: Any) -> None:
         self.filled, self.value = True, value
-
-
-def leave_world() -> None:
-    """After the last call, on every rank."""
-    dist.barrier()
-    dist.destroy_process_group()

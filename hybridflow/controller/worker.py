@@ -1,9 +1,12 @@
 """A rank's side of the controller: it holds the roles that live on the rank and runs the calls that reach it."""
 
 import gc
+import socket
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridflow.controller.kept import KeptRows, Partial
 from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
 from megatron_ext import device
@@ -25,13 +28,23 @@ class Call:
         return f"{self.role}.{self.method}{self.phase and f' ({self.phase})'}"
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What a call gave on a rank, and the seconds that the rank was at it: its wait behind other calls is not among them."""
+
+    result: Any
+    seconds: float
+
+
 class Worker:
     """Runs calls on the roles of this rank, and notes the memory in use after each (`memory()`)."""
 
     def __init__(self, rank: int, roles: dict[str, Role]):
         self.rank = rank
         self.roles = roles
+        self._kept = KeptRows()
         self._memory: dict[str, int] = {}
+        self._calls: list[tuple[str, float, float]] | None = None  # None: they are not noted
         for role in roles.values():
             role.peers = roles
         # vLLM collects garbage at every sleep, and Python now and then: what is built by now stays for good, so that
@@ -39,21 +52,49 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    def execute(self, call: Call) -> Any:
+    def execute(self, call: Call) -> Reply:
+        start, began = time.monotonic(), time.time()
         if call.role == "worker":
-            return getattr(self, call.method)(*call.args, **call.kwargs)
-        role = self.roles[call.role]
+            result = getattr(self, call.method)(*call.args, **call.kwargs)
+            return Reply(result, time.monotonic() - start)
+        role, args = self.roles[call.role], call.args
+        if args and isinstance(args[0], Partial):
+            args = self._kept.complete(args[0]), *args[1:]
         with role.context():
-            result = getattr(role, call.method)(*call.args, **call.kwargs)
+            result = getattr(role, call.method)(*args, **call.kwargs)
             phase = f"{call.role}.{call.method}"
             self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
-        return result
+        seconds = time.monotonic() - start
+        if self._calls is not None:
+            self._calls.append((phase, began, began + seconds))
+        return Reply(result, seconds)
 
     @remote(ONE_TO_ALL)
     def memory(self) -> dict[str, int]:
         """Highest bytes in use on the device after each kind of call since this was last asked, by `role.method`."""
         memory, self._memory = self._memory, {}
         return memory
+
+    @remote(ONE_TO_ALL)
+    def forget_rows(self) -> None:
+        """Let go of the rows that the driver's `Courier` counts on; it forgets them at the same time."""
+        self._kept.forget()
+
+    @remote(ONE_TO_ALL)
+    def record_calls(self) -> None:
+        """From now on note when each call on a role begins and ends (`calls()`)."""
+        self._calls = []
+
+    @remote(ONE_TO_ALL)
+    def calls(self) -> list[tuple[str, float, float]]:
+        """The calls since this was last asked: `role.method`, begin and end in seconds since the epoch by this host's clock."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    @remote(ONE_TO_ALL)
+    def clock(self) -> tuple[str, float]:
+        """This host's name and its clock, in seconds since the epoch."""
+        return socket.gethostname(), time.time()
 
     def close(self) -> None:
         for role in self.roles.values():

@@ -16,6 +16,7 @@ import io
 import json
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hybridflow.config.load import save
 from hybridflow.config.run_folder import prepare_run_folder
 from hybridflow.config.schema import Config
+from hybridflow.controller.placement import place
 from hybridflow.metrics.console import Console
 from hybridflow.metrics.plot import plot_reward
 from hybridflow.metrics.summary import Evaluation, History, summarize
@@ -31,6 +33,17 @@ from hybridflow.metrics.summary import Evaluation, History, summarize
 MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns ...
 MEMORY_GROWTH_BYTES = 256 << 20  # ... unless it is less than this: a process that fills its caches
 PLOT_EVERY = 10
+
+
+@dataclass
+class Phase:
+    """What the driver was at, from `start` to `end` in seconds since the epoch. `seconds`: what the work took, where that is
+    not the same."""
+
+    name: str
+    start: float
+    end: float = 0.0
+    seconds: float | None = None
 
 
 class Recorder:
@@ -43,12 +56,14 @@ class Recorder:
             prepare_run_folder(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         save(config, self.folder / "config.yaml")
+        (self.folder / "placement.txt").write_text(place(config).render() + "\n")
         self.history = History(started=time.monotonic())
         self._files: dict[str, io.FileIO] = {}
         self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
         self._console = Console(config.run.steps, stream)
         self.latest_phase = ""
         self._phases: dict[str, float] = {}
+        self.spans: list[Phase] = []  # of the step that is logged next
         self._step_started: float | None = None
         self._memory_at_third: dict[str, float] = {}
         self._memory_warned: set[str] = set()
@@ -60,16 +75,23 @@ class Recorder:
         self.close(error)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block as `time/NAME` of the step that is logged next; times of one name add up."""
-        start = time.monotonic()
+    def phase(self, name: str) -> "Iterator[Phase]":
+        """Time the block as `time/NAME` of the step that is logged next; times of one name add up.
+
+        The block may set the phase's `seconds` itself: where several are at work at the same time, what it waits is not what
+        the work takes.
+        """
+        start, phase = time.monotonic(), Phase(name, time.time())
         self.latest_phase = name
         if self._step_started is None:
             self._step_started = start
         try:
-            yield
+            yield phase
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + time.monotonic() - start
+            waited = time.monotonic() - start
+            phase.end = phase.start + waited
+            self.spans.append(phase)
+            self._phases[name] = self._phases.get(name, 0.0) + (waited if phase.seconds is None else phase.seconds)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase since the last step that was logged, and `step`: from the first of them until now."""
@@ -79,7 +101,7 @@ class Recorder:
 
     def take_phases(self) -> dict[str, float]:
         """Seconds by phase since the last step that was logged; they won't be part of the next step."""
-        phases, self._phases, self._step_started = self._phases, {}, None
+        phases, self._phases, self._step_started, self.spans = self._phases, {}, None, []
         return phases
 
     def log(self, step: dict[str, Any]) -> None:

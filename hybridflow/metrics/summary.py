@@ -12,6 +12,8 @@ PEAKS = 5  # phases whose memory is shown
 FILES = (
     ("metrics", "metrics.jsonl"),
     ("samples", "samples.jsonl"),
+    ("responses", "rollouts"),
+    ("timeline", "timeline"),
     ("plot", "plots/reward.png"),
     ("TensorBoard", "tensorboard"),
     ("trained model", "hf"),

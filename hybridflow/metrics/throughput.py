@@ -15,13 +15,9 @@ def training_flops(hf: HFConfig, lengths: Sequence[int]) -> float:
     that a token goes to, and the router), T tokens, L layers, A = heads x head size. Causal attention is not discounted,
     recomputation not counted (as in the appendix of PaLM, arXiv 2204.02311, summed over packed sequences).
     """
-    attention = hf.num_heads * hf.head_dim
-    mlp = 3 * hf.intermediate_size
-    if hf.is_moe:
-        mlp = 3 * hf.moe_intermediate_size * hf.experts_per_token + hf.num_experts
-    per_layer = hf.hidden_size * (2 * attention + 2 * hf.num_kv_heads * hf.head_dim + mlp)
-    weights = hf.num_layers * per_layer + hf.vocab_size * hf.hidden_size
-    return 6.0 * weights * sum(lengths) + 12.0 * hf.num_layers * attention * sum(length * length for length in lengths)
+    weights = hf.num_layers * hf.layer_weights + hf.vocab_size * hf.hidden_size
+    attention = 12.0 * hf.num_layers * hf.attention_size
+    return 6.0 * weights * sum(lengths) + attention * sum(length * length for length in lengths)
 
 
 class Throughput:

@@ -102,8 +102,10 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     Args:
         models: of the Megatron roles, by name.
     """
-    kept = [_kept(config, models, rank) for rank in _representatives(config)]
-    engine, awake = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
+    ranks = _representatives(config)
+    kept = [_kept(config, models, rank) for rank in ranks]
+    sizes = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
+    engines = [sizes if rank in config.ranks("rollout") else (0, 0) for rank in ranks]
     trained = config.trained_roles()
     may = {
         name: role.release_weights != "never" and config.dtype(name) != "float32" and "params" not in role.offload
@@ -112,17 +114,24 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     always = {name: role.release_weights == "always" and may[name] for name, role in trained.items()}
     releases = {name: Release("grads" in role.offload or always[name], always[name]) for name, role in trained.items()}
 
-    def stages() -> dict[str, tuple[Part, ...]]:
-        found = [_stages(config, parts, engine, awake, releases) for parts in kept]
+    def stages(only_beside_engines: bool = False) -> dict[str, tuple[Part, ...]]:
+        found = [
+            _stages(config, parts, *engine, releases)
+            for parts, engine in zip(kept, engines, strict=True)
+            if engine[0] or not only_beside_engines
+        ]
         return {name: max((stage[name] for stage in found), key=_sum) for name in found[0]}
 
     def tight() -> bool:
-        return total is not None and max(_sum(parts) for name, parts in stages().items() if name != "update") + BESIDE > total
+        found = stages(only_beside_engines=True)
+        return total is not None and max(_sum(parts) for name, parts in found.items() if name != "update") + BESIDE > total
 
+    # on ranks without an engine there is nobody to make room for
+    beside = [name for name in trained if not set(config.ranks(name)).isdisjoint(config.ranks("rollout"))]
     if tight():
-        releases = {name: Release(True, release.weights) for name, release in releases.items()}
+        releases |= {name: Release(True, releases[name].weights) for name in beside}
     if tight():
-        releases = {name: Release(True, may[name]) for name in releases}
+        releases |= {name: Release(True, may[name]) for name in beside}
     host = max(_offloaded(config, parts) for parts in kept) * config.cluster.ranks_per_node
     return MemoryPlan(stages(), releases, host, total)
 
@@ -165,20 +174,25 @@ def gpu_total() -> int | None:
 
 
 def _representatives(config: Config) -> list[int]:
-    """One rank for every combination of the roles' pipeline stages: the others keep the same."""
-    layouts = [config.layout(name) for name in config.megatron_roles()]
+    """One rank for every combination of roles and of their pipeline stages: the others keep the same."""
+    placed = {name: (config.layout(name), config.ranks(name)) for name in [*config.megatron_roles(), "rollout"]}
+    stages = [{rank: layout.coordinates(place).pp for place, rank in enumerate(ranks)} for layout, ranks in placed.values()]
     found: dict[tuple, int] = {}
     for rank in range(config.world_size):
-        found.setdefault(tuple(layout.coordinates(rank).pp for layout in layouts), rank)
+        found.setdefault(tuple(stage.get(rank) for stage in stages), rank)
     return list(found.values())
 
 
 def _kept(config: Config, models: Mapping[str, HFConfig], rank: int) -> dict[str, Footprint]:
-    megatron = {
-        name: footprint(models[name], config.layout(name), rank, config.dtype(name), name in config.trained_roles())
-        for name in config.megatron_roles()
-    }
-    return megatron | {name: _whole(config, name) for name in config.scoring_roles() if name not in megatron}
+    """What the roles that live on this rank keep there."""
+    found, megatron = {}, config.megatron_roles()
+    for name in [*megatron, *(name for name in config.scoring_roles() if name not in megatron)]:
+        ranks, trained = config.ranks(name), name in config.trained_roles()
+        if rank in ranks and name in megatron:
+            found[name] = footprint(models[name], config.layout(name), ranks.index(rank), config.dtype(name), trained)
+        elif rank in ranks:
+            found[name] = _whole(config, name)
+    return found
 
 
 def _whole(config: Config, name: str) -> Footprint:
@@ -211,10 +225,10 @@ def _stages(
         training += [*([] if resting else [weights]), gradients, states]
         aside += [weights] * (not release.weights and "params" not in offload)
         aside += [gradients] * (not release.gradients) + [states] * ("optimizer" not in offload)
-    actor_weights = Part("actor weights", kept["actor"].weights)
+    actor_weights = Part("actor weights", kept["actor"].weights if "actor" in kept else 0)
     buckets = Part("messages", config.resharding.bucket_mb << 20 if config.world_size > 1 else 0)
     vllm = Part("vLLM" if awake > engine else "vLLM without its KV cache", awake)
-    sleeps = config.roles.rollout.sleep
+    sleeps = config.roles.rollout.sleep and config.rollout_shares
     others = [part for part in aside if part != actor_weights]
     found = {
         "reshard": [Part("vLLM weights", engine) if sleeps else vllm, actor_weights, *others, buckets],
@@ -256,7 +270,7 @@ def _remedies(config: Config, stage: str, parts: tuple[Part, ...], plan: MemoryP
             found.append(f"add optimizer to roles.{name}.offload={critic.offload}")
     if stage == "rollout":
         share = floor(100 * (plan.total - _sum(parts) + sizes.get("vLLM", 0)) / plan.total) / 100
-        if "vLLM" in sizes and share * plan.total > dict(plan.stages["reshard"])["vLLM weights"]:
+        if "vLLM" in sizes and share * plan.total > dict(plan.stages["reshard"]).get("vLLM weights", 0):
             found.append(f"lower roles.rollout.gpu_memory_utilization to at most {share}")
     found.append(f"use more ranks (now {config.world_size}) or a larger roles.actor.tp={actor.tp} or pp={actor.pp}")
     return ", or ".join(found)

@@ -9,7 +9,7 @@ those that adjoin on both sides are merged. Knows tiles only: neither Megatron n
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hybridflow.resharding.cover import Bundle, Cover, Holders, find_cover
@@ -76,6 +76,22 @@ class Plan:
         written = zip(self.received_bytes, self.local_bytes, strict=True)
         in_memory = max(2 * (received + local) / memory_bandwidth for received, local in written)
         return max(max(self.least_received_bytes) / wire_bandwidth, in_memory)
+
+    def within(self, ranks: Sequence[int]) -> "Plan":
+        """The same plan with the ranks numbered by their places in `ranks`, as in a group of these; the others have no part in
+        it."""
+        at = {rank: place for place, rank in enumerate(ranks)}
+        return replace(
+            self,
+            rank=at[self.rank],
+            sends={at[rank]: pieces for rank, pieces in self.sends.items()},
+            receives={at[rank]: pieces for rank, pieces in self.receives.items()},
+            unpacked={(at[source], at[destination]): which for (source, destination), which in self.unpacked.items()},
+            **{
+                name: tuple(getattr(self, name)[rank] for rank in ranks)
+                for name in ("sent_bytes", "received_bytes", "local_bytes", "least_received_bytes")
+            },
+        )
 
     def describe(self) -> str:
         """One line for the log, over all ranks."""

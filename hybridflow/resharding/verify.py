@@ -57,6 +57,7 @@ def verify(
     dtype: torch.dtype | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     layouts: tuple[str, str] = SIDES,
+    numbers: Sequence[int] | None = None,
 ) -> Report:
     """Check that both sides hold the same HF tensors, bit by bit, on every rank. Collective over `group`.
 
@@ -66,6 +67,7 @@ def verify(
         dtype: of the destination; needed only on a rank without one.
         shapes: of the HF tensors, to find one that lacks an edge on both sides.
         layouts: what the two sides are called in an error message, such as "training TP2 x PP2".
+        numbers: of the group's ranks in an error message; by default 0, 1, 2, ...
 
     Raises:
         ReshardingMismatch: on every rank.
@@ -77,7 +79,7 @@ def verify(
     if dtype is None:
         dtype = next(iter(destination.values())).dtype
     sides = tuple(
-        _Side(side, _checksums(side, tensors, extents, dtype, device, group))
+        _Side(side, _checksums(side, tensors, extents, dtype, device, group), numbers or range(len(side.of)))
         for side, tensors in zip(kinds, (source, destination), strict=True)
     )
     problems = [text for side, layout in zip(sides, layouts, strict=True) for text in _replicas_differ(side, layout)]
@@ -132,7 +134,8 @@ def _checksums(
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """[ranks, tiles] int64 on the host: the checksum of each tile, in the order of the rank's tile map; zeros behind."""
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    # a group may reach beyond this process's world, where dist.get_rank would look for it in vain
+    rank = group.rank() if group is not None else dist.get_rank() if dist.is_initialized() else 0
     own = [
         checksum(parameters[name][as_index(tile.local_slices)], tile.hf_slices, extents[tile.hf_name], dtype)
         for name, held in kinds.maps[kinds.of[rank]].items()
@@ -171,8 +174,8 @@ class _Side:
     The first rank of a kind speaks for all of it, but in `uneven`: (kind, tile) where a rank of that kind has another sum.
     """
 
-    def __init__(self, kinds: Kinds, sums: Tensor):
-        self._kinds, self._sums = kinds, sums
+    def __init__(self, kinds: Kinds, sums: Tensor, numbers: Sequence[int]):
+        self._kinds, self._sums, self._numbers = kinds, sums, numbers
         self._first = [sums[ranks[0]].tolist() for ranks in kinds.ranks]
         self.uneven: set[tuple[int, int]] = set()
         self.regions: dict[str, dict[Slices, list[_Place]]] = defaultdict(lambda: defaultdict(list))
@@ -193,7 +196,7 @@ class _Side:
     def holders(self, places: Sequence[_Place]) -> list[_Holder]:
         """Every rank that holds these, ascending."""
         found = (
-            _Holder(rank, place.name, int(self._sums[rank, place.tile]))
+            _Holder(self._numbers[rank], place.name, int(self._sums[rank, place.tile]))
             for place in places
             for rank in self._kinds.ranks[place.kind]
         )

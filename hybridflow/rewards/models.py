@@ -1,6 +1,8 @@
 """Rewards from a model: what a reward or cost role says of sequences, in its own tokens where they aren't the actor's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,13 +20,19 @@ class ModelScorer:
     def __init__(self, role: RoleHandle):
         self._role = role
 
-    def score(self, items: Sequence[list[int]]) -> Scores:
+    def start(self, items: Sequence[list[int]], thread: Executor) -> Callable[[], Scores]:
         """A number that is not finite counts as failed."""
         if not items:
-            return Scores([], 0, 0, None)
-        scores = self._role.scores(Batch({"tokens": [torch.tensor(tokens) for tokens in items]})).result()["scores"]
-        pairs = zip(scores.tolist(), scores.isfinite().tolist(), strict=True)
-        return collect({n: (s, None) if finite else (None, f"the model scores {s}") for n, (s, finite) in enumerate(pairs)}, 0)
+            return lambda: Scores([], 0, 0, None)
+        pending = self._role.scores(Batch({"tokens": [torch.tensor(tokens) for tokens in items]}))
+
+        def finish() -> Scores:
+            scores = pending.result()["scores"]
+            pairs = enumerate(zip(scores.tolist(), scores.isfinite().tolist(), strict=True))
+            results = {n: (s, None) if finite else (None, f"the model scores {s}") for n, (s, finite) in pairs}
+            return replace(collect(results, 0), seconds=pending.seconds)
+
+        return finish
 
     def close(self) -> None:
         pass

@@ -29,6 +29,7 @@ class Scores:
     first_failure: str | None
     unscored: frozenset[int] = frozenset()
     cached: int = 0  # items that nobody had to be asked about
+    seconds: float = 0.0  # that the scorer was at it
 
 
 def collect(results: Mapping[int, tuple[float | None, str | None]], timed_out: int) -> Scores:

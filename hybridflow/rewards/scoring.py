@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from hybridflow.config.schema import Config, RewardConfig
 from hybridflow.controller.handle import RoleHandle
 from hybridflow.controller.waiting import waiting
 from hybridflow.data.text import Text
-from hybridflow.rewards.cache import BatchScorer, CachedScorer
+from hybridflow.rewards.cache import BatchScorer, CachedScorer, begin
 from hybridflow.rewards.http import HttpScorer
 from hybridflow.rewards.models import ModelScorer, Retokenizer
-from hybridflow.rewards.pool import open_scorer
+from hybridflow.rewards.pool import Scores, open_scorer
 from hybridflow.rewards.samples import Sample
 from hybridflow.rewards.scorers import Item, ScorerSpec
 
@@ -33,33 +34,47 @@ class Term:
 @dataclass(frozen=True)
 class Scored:
     """`total` [N] float32, and `metrics` of these samples: NAME/mean, and of a sum of several terms each one's mean before its
-    weight. `counts` add up over the calls of a step: failed, timed_out, cached, asked."""
+    weight. `counts` add up over the calls of a step: failed, timed_out, cached, asked. `seconds`: until the last term was
+    there."""
 
     total: Tensor
     metrics: dict[str, float]
     counts: Counter[str]
     first_failure: str | None
+    seconds: float
 
 
 class Scoring:
-    """The terms of a reward (`name` reward) or a cost (cost), by name."""
+    """The terms of a reward (`name` reward) or a cost (cost), by name; they are at work at the same time."""
 
     def __init__(self, name: str, terms: Mapping[str, Term]):
         self.name, self._terms = name, terms
+        self._threads = {term: ThreadPoolExecutor(1, f"{name} {term}") for term in terms}  # a scorer takes one call at a time
 
     def score(self, samples: list[Sample]) -> Scored:
-        """Where a scorer fails or is too slow its part is 0, and counted."""
-        total, metrics, counts, failure = torch.zeros(len(samples)), {}, Counter(), None
+        return self.start(samples)()
+
+    def start(self, samples: list[Sample]) -> Callable[[], Scored]:
+        """Begin to score; what is returned waits. Where a scorer fails or is too slow its part is 0, and counted."""
+        pending = {
+            name: begin(term.scorer, [term.item(sample) for sample in samples], self._threads[name])
+            for name, term in self._terms.items()
+        }
+        return lambda: self._finish(samples, pending)
+
+    def _finish(self, samples: list[Sample], pending: Mapping[str, Callable[[], Scores]]) -> Scored:
+        total, metrics, counts, failure, seconds = torch.zeros(len(samples)), {}, Counter(), None, 0.0
         for name, term in self._terms.items():
             with waiting(f"the {self.name} of {len(samples)} responses ({name})"):
-                found = term.scorer.score([term.item(sample) for sample in samples])
+                found = pending[name]()
+            seconds = max(seconds, found.seconds)
             scores = torch.tensor(found.rewards, dtype=torch.float32)
             total += term.weight * scores
             metrics[f"{self.name}/{name}"] = scores.mean().item()
             counts.update(failed=found.failed, timed_out=found.timed_out, cached=found.cached, asked=len(samples))
             failure = failure or found.first_failure
         metrics = {f"{self.name}/mean": total.mean().item()} | (metrics if len(metrics) > 1 else {})
-        return Scored(total, metrics, counts, failure)
+        return Scored(total, metrics, counts, failure, seconds)
 
     def close(self) -> None:
         for term in self._terms.values():

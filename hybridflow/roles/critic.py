@@ -8,7 +8,7 @@ from torch import Tensor
 from hybridflow.batch import Batch
 from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, remote
 from hybridflow.roles.trained import TrainedRole
-from hybridflow.roles.transfer import WeightTransfer, WithoutHead
+from hybridflow.roles.transfer import WeightTransfer
 from megatron_ext import step
 
 
@@ -25,11 +25,11 @@ class Critic(TrainedRole):
     def outputs(self, micro_batches: list[step.MicroBatch]) -> list[dict[str, Tensor]] | None:
         return step.forward_values(self.chunks, micro_batches)
 
-    @remote(ONE_TO_ALL)
+    @remote(ONE_TO_ALL, giver="copy_to")
     def copy_from(self, source: str) -> None:
-        """Take the weights that another Megatron role of these ranks holds now; the head stays. Call it before
-        `start_training`, whose masters are copies of the weights."""
-        WeightTransfer(WithoutHead(self.peers[source]), WithoutHead(self), self.config).run(verify=True)
+        """Take the weights that another Megatron role holds now; the head stays. Call it before `start_training`, whose masters
+        are copies of the weights."""
+        WeightTransfer(self.config, source, self.name, self.peers).run(verify=True)
 
     @remote(THREE_D)
     def values(self, batch: Batch) -> Batch | None:

@@ -8,16 +8,21 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config
+from hybridflow.controller.placement import place
+from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
 from hybridflow.data.packing import partition
+from hybridflow.roles.transfer import WeightTransfer
 from megatron_ext import device, layers, model, step, weights
+from megatron_ext.bubble import BubbleMeter
+from megatron_ext.intervals import Interval
 from megatron_ext.memory import weights_are_away
 from megatron_ext.parallel import ParallelState
 from megatron_ext.tiles import TileMap
 
 
 class MegatronRole(Role):
-    """A GPTModel under TP x PP x DP, loaded from an HF folder."""
+    """A GPTModel under TP x PP x DP on all or some ranks of its pool, loaded from an HF folder."""
 
     def __init__(self, name: str, config: Config):
         self.name, self.config = name, config
@@ -26,18 +31,35 @@ class MegatronRole(Role):
         self.model_path, self.dtype = config.model_path(name), getattr(torch, config.dtype(name))
         self.hf = config.read_model(name)
         self.spec = layers.default_spec()
-        self.state = ParallelState(name, layout, seed=config.run.seed)
+        self.state = _parallel_state(name, config)
+        self._meter = BubbleMeter(self.state.coordinates.pp) if config.run.profile else None
+        self._transfers: dict[str, WeightTransfer] = {}
         with self.context():
             transformer = model.transformer_config(self.hf, layout, self.dtype, role.recompute, dict(role.megatron))
             self.transformer_config = transformer
             self.chunks = model.build_model(self.hf, layout, transformer, self.spec)
-            held = self.parameters(), self.tile_map(dist.get_rank())
+            held = self.parameters(), self.tile_map(self.state.rank)
             if not self.hf.head_stored:
                 held = tuple(map(weights.without_head, held))
             weights.load_hf(*held, self.model_path, weights.hf_shapes(self.hf))
 
+    @classmethod
+    def stand_by(cls, name: str, config: Config) -> None:
+        """Groups are made by all ranks of the pool."""
+        _parallel_state(name, config)
+
     def context(self) -> contextlib.AbstractContextManager:
         return self.state.current()
+
+    def give_to(self, engines: str, verify: bool) -> None:
+        """This rank's part in `Rollout.receive`, where it has no engine."""
+        if engines not in self._transfers:
+            self._transfers[engines] = WeightTransfer(self.config, self.name, engines, self.peers)
+        self._transfers[engines].run(verify)
+
+    def copy_to(self, taker: str) -> None:
+        """This rank's part in `copy_from` of a role that does not live on it."""
+        WeightTransfer(self.config, self.name, taker, self.peers).run(verify=True)
 
     def tile_map(self, rank: int) -> TileMap:
         return weights.tile_map(self.hf, self.layout, rank, self.spec)
@@ -47,28 +69,40 @@ class MegatronRole(Role):
         if weights_are_away(self.parameters()):
             raise RuntimeError(f"the {self.name}'s weights have left the device: call its restore() first")
 
+    def metered(self) -> contextlib.AbstractContextManager:
+        """Around a pass of the schedule, whose steps are timed under `run.profile`."""
+        return self._meter.watch() if self._meter else contextlib.nullcontext()
+
+    @remote(ONE_TO_ALL)
+    def take_passes(self) -> list[list[Interval]]:
+        """When this rank worked in each pass of the schedule since the last call; nothing without `run.profile`."""
+        return self._meter.take() if self._meter else []
+
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters under the names of its tile map."""
         return {name: parameter.detach() for name, parameter in weights.named_parameters(self.chunks).items()}
 
     def micro_batches(self, batch: Batch, budget: int) -> tuple[list[step.MicroBatch], list[int]]:
-        """The batch packed into micro-batches of at most `budget` tokens: as many on every data-parallel rank, all of one
-        length, filled up to what the schedule needs. Also the batch's row of every packed sequence, in packed order."""
+        """The batch packed into micro-batches of at most `budget` tokens, all of one length: as many on every data-parallel
+        rank, and as the schedule takes; filled up where there are too few sequences. Also the batch's row of every packed
+        sequence, in packed order."""
         self.require_weights()
         multiple = self.layout.tp * self.layout.cp
         lengths = batch.lengths("tokens").tolist()
-        count = torch.tensor(len(partition(lengths, budget, multiple)), device=device.current())
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.state.dp_group)
-        parts = [part for part in partition(lengths, budget, multiple, count=int(count)) if part]
+        least = torch.tensor(len(partition(lengths, budget, multiple)), device=device.current())
+        dist.all_reduce(least, op=dist.ReduceOp.MAX, group=self.state.dp_group)
+        count = self.layout.schedulable(int(least))
+        parts = [part for part in partition(lengths, budget, multiple, count, self.hf.attention_cost) if part]
         length = _padded(max(sum(lengths[i] for i in part) for part in parts), multiple, budget)
         columns = {name: batch.rows(name) for name in batch.names if batch[name].is_nested}
         packed = [step.pack([{name: rows[i] for name, rows in columns.items()} for i in part], length) for part in parts]
-        return step.fill_up(packed, self.layout, count=int(count)), [i for part in parts for i in part]
+        return step.fill_up(packed, self.layout, count), [i for part in parts for i in part]
 
     def forward(self, batch: Batch) -> Batch | None:
         """The model's outputs for every token, ragged fp32 in the batch's order; None off the last stage."""
         micro_batches, order = self.micro_batches(batch, self.role.forward_micro_batch_tokens)
-        outputs = self.outputs(micro_batches)
+        with self.metered():
+            outputs = self.outputs(micro_batches)
         if outputs is None:
             return None
         rows = [None] * len(order)
@@ -79,6 +113,10 @@ class MegatronRole(Role):
     def outputs(self, micro_batches: list[step.MicroBatch]) -> list[dict[str, Tensor]] | None:
         """Log-probs and entropies, by sequence."""
         return step.forward(self.chunks, micro_batches, self.config.sampling.temperature)
+
+
+def _parallel_state(name: str, config: Config) -> ParallelState:
+    return ParallelState(name, config.layout(name), config.run.seed, place(config).within_pool(name))
 
 
 def _padded(tokens: int, multiple: int, budget: int) -> int:

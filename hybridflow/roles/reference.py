@@ -15,10 +15,10 @@ class Reference(Frozen, MegatronRole):
         super().__init__(name, config)
         self.settle(self.role.offload)
 
-    @remote(ONE_TO_ALL)
+    @remote(ONE_TO_ALL, giver="copy_to")
     def copy_from(self, source: str) -> None:
-        """Take the weights that another Megatron role of these ranks holds now."""
-        WeightTransfer(self.peers[source], self, self.config).run(verify=True)
+        """Take the weights that another Megatron role holds now."""
+        WeightTransfer(self.config, source, self.name, self.peers).run(verify=True)
         self._changed = True
 
     @remote(THREE_D)

@@ -1,4 +1,4 @@
-"""The rollout: vLLM engines in the training processes, one per `roles.rollout.tp` ranks of a node."""
+"""The rollout: vLLM engines in the training processes or in their own, one per `roles.rollout.tp` ranks of a node."""
 
 from typing import Any
 
@@ -12,25 +12,24 @@ from hybridflow.controller.protocols import MICRO_DP, ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
 from hybridflow.roles.transfer import WeightTransfer
 from hybridflow.rollout.engine import Engine, Sampling
-from hybridflow.rollout.grouping import EngineLayout, choose_engines
-from hybridflow.rollout.tiles import tile_map
+from hybridflow.rollout.grouping import choose_layout
 from megatron_ext import device
-from megatron_ext.hf_config import HFConfig
-from megatron_ext.tiles import TileMap
 
 
 class Rollout(Role):
     """Asleep when built and between steps: wake_weights -> receive -> wake_kv_cache -> generate -> sleep.
 
-    Under `roles.rollout.sleep=false` it is always awake, and takes new weights as it is.
+    Under `roles.rollout.sleep=false`, and on ranks of its own, it is always awake, and takes new weights as it is.
     """
 
     def __init__(self, name: str, config: Config):
         role = config.roles.rollout
         self.name, self.config = name, config
         path = config.model_path("rollout")
-        self.hf = HFConfig.from_folder(path)
-        self.layout = choose_layout(config, say=dist.get_rank() == 0)
+        choice = choose_layout(config)
+        self.layout = choice.layout
+        if choice.layout.order and dist.get_rank() == 0:
+            print(choice.describe(getattr(torch, config.dtype(name)).itemsize, config.cluster.ranks_per_node), flush=True)
         self.engine = Engine(
             path,
             role.tp,
@@ -43,10 +42,8 @@ class Rollout(Role):
             self.layout.order,
         )
         self._transfers: dict[str, WeightTransfer] = {}
+        self._sleeps = role.sleep and config.rollout_shares
         self.sleep()
-
-    def tile_map(self, rank: int) -> TileMap:
-        return tile_map(self.hf, self.layout.tp, self.layout.coordinates(rank).tp, self.config.roles.rollout.expert_parallel)
 
     def parameters(self) -> dict[str, Tensor]:
         return self.engine.parameters()
@@ -57,11 +54,11 @@ class Rollout(Role):
         self.engine.wake_weights()
         device.synchronize()
 
-    @remote(ONE_TO_ALL)
+    @remote(ONE_TO_ALL, giver="give_to")
     def receive(self, source: str, verify: bool) -> dict[str, Any]:
         """Take the weights that the Megatron role `source` holds now; see `WeightTransfer.run`."""
         if source not in self._transfers:
-            self._transfers[source] = WeightTransfer(self.peers[source], self, self.config)
+            self._transfers[source] = WeightTransfer(self.config, source, self.name, self.peers)
         report = self._transfers[source].run(verify)
         self.engine.weights_changed()
         return report
@@ -74,7 +71,7 @@ class Rollout(Role):
     @remote(ONE_TO_ALL)
     def sleep(self) -> None:
         """Drop weights and KV cache: the memory goes back to training."""
-        if self.config.roles.rollout.sleep:
+        if self._sleeps:
             self.engine.sleep()
         device.synchronize()
 
@@ -104,18 +101,3 @@ class Rollout(Role):
 
     def close(self) -> None:
         self.engine.close()
-
-
-def choose_layout(config: Config, say: bool = False) -> EngineLayout:
-    """Which ranks form an engine (`roles.rollout.grouping`): pure, the same on every rank and for the driver.
-
-    `say`: print the engines that are not neighbours, and why.
-    """
-    role, training = config.roles.rollout, config.layout("actor")
-    if role.grouping == "contiguous":
-        return EngineLayout(config.world_size, role.tp)
-    hf, per_node = HFConfig.from_folder(config.model_path("rollout")), config.cluster.ranks_per_node
-    choice = choose_engines(hf, training, role.tp, per_node, role.expert_parallel)
-    if say and choice.layout.order:
-        print(choice.describe(getattr(torch, config.dtype("rollout")).itemsize, per_node), flush=True)
-    return choice.layout

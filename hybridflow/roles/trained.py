@@ -30,18 +30,18 @@ class TrainedRole(MegatronRole):
     def __init__(self, name: str, config: Config):
         super().__init__(name, config)
         with self.context():
-            self.wrapped = wrap(self.chunks, self.transformer_config)
+            self.wrapped = wrap(self.chunks, self.transformer_config, self.role.overlap_grad_reduce)
         self.optimizer: Optimizer | None = None
         self._memory = TrainingMemory(self.wrapped)
         models = {role: config.read_model(role) for role in config.megatron_roles()}
-        self._release = memory_plan(config, models, _smallest_device()).releases[name]
+        self._release = memory_plan(config, models, _smallest_device(self.state.group)).releases[name]
         self._hands_over = bool(self.role.offload) or self._release.gradients
 
     @remote(ONE_TO_ALL)
     def start_training(self, settings: OptimizerSettings) -> None:
         """Begin a phase of training: a fresh optimizer and learning-rate schedule over the weights as they are."""
         self.optimizer = None  # frees the old states before the new ones are made
-        self.optimizer = Optimizer(self.wrapped, settings, self.dtype)
+        self.optimizer = Optimizer(self.wrapped, settings, self.dtype, self.state.group)
 
     def optimize(
         self, batch: Batch, forward_backward: Callable[[list[step.MicroBatch]], dict[str, Tensor] | None]
@@ -52,7 +52,8 @@ class TrainedRole(MegatronRole):
         """
         micro_batches, _ = self.micro_batches(batch, self.role.micro_batch_tokens)
         self.optimizer.zero_grad()
-        sums = forward_backward(micro_batches)
+        with self.metered():
+            sums = forward_backward(micro_batches)
         stepped = self.optimizer.step()
         return {name: value.item() for name, value in (sums or {}).items()} | stepped
 
@@ -89,13 +90,13 @@ class TrainedRole(MegatronRole):
         """Write the weights as an HF folder, a value head among them."""
         self.require_weights()
         tiles = [self.tile_map(rank) for rank in range(self.layout.world_size)]
-        export_hf(self.parameters(), tiles, self.model_path, destination, head=self.hf.head)
+        export_hf(self.parameters(), tiles, self.model_path, destination, head=self.hf.head, group=self.state.group)
 
 
-def _smallest_device() -> int | None:
-    """Bytes of the smallest GPU of all ranks, which therefore decide alike; None on a CPU. Collective."""
+def _smallest_device(group: dist.ProcessGroup | None) -> int | None:
+    """Bytes of the smallest GPU of the role's ranks, which therefore decide alike; None on a CPU. Collective."""
     if not torch.cuda.is_available():
         return None
     total = torch.tensor(torch.cuda.mem_get_info()[1], device=device.current())
-    dist.all_reduce(total, op=dist.ReduceOp.MIN)
+    dist.all_reduce(total, op=dist.ReduceOp.MIN, group=group)
     return int(total)

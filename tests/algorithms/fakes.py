@@ -1,5 +1,6 @@
 """A run whose roles only write down what they are asked, and answer with made-up numbers."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from hybridflow.algorithms.run import Run
 from hybridflow.batch import Batch
 from hybridflow.config.load import load
+from hybridflow.controller.kept import Courier
 from hybridflow.data.problems import Problem
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.rewards.pool import Scores
@@ -18,23 +20,31 @@ RESPONSE = 3  # tokens
 
 
 class Answered:
-    def __init__(self, value):
-        self._value = value
+    """A call's answer, which is waited for by `result`; that is written down among the calls as the wait for `name`."""
+
+    seconds = 0.25
+
+    def __init__(self, value, wait: Callable[[], None] = lambda: None):
+        self._value, self._wait = value, wait
 
     def result(self):
+        self._wait()
         return self._value
 
 
 class FakeRole:
-    """Every method can be called; `answers` has what some return."""
+    """Every method can be called; `answers` has what some return. `waits`: where the waits for answers are noted as well."""
 
     def __init__(self, name: str, calls: list, answers: dict[str, Callable]):
         self._name, self._calls, self._answers = name, calls, answers
+        self.waits: list | None = None
+        self.courier, self.ranks = Courier(), (0,)
 
     def __getattr__(self, method: str):
         def call(*args, **kwargs):
             self._calls.append((f"{self._name}.{method}", args))
-            return Answered(self._answers.get(method, lambda *args, **kwargs: None)(*args, **kwargs))
+            answer = self._answers.get(method, lambda *args, **kwargs: None)(*args, **kwargs)
+            return Answered(answer, lambda: self.waits is not None and self.waits.append((f"wait {self._name}.{method}", ())))
 
         return call
 
@@ -74,13 +84,13 @@ def fake_run(folder: Path, *overrides: str) -> tuple[Run, list[tuple[str, tuple]
         "actor": {"update": lambda *args: updated, "log_probs": lambda batch: _like(batch, "log_probs", -1.5)},
         "critic": {"update": lambda *args: updated, "values": lambda batch: _like(batch, "values", 0.5)},
         "reference": {"log_probs": lambda batch: _like(batch, "log_probs", -2.0)},
-        "worker": {"memory": lambda: [{}]},
+        "worker": {"memory": lambda: [{}], "clock": lambda: [("host", time.time())], "calls": lambda: [[]]},
     }
     answers["cost_critic"] = {**answers["critic"], "values": lambda batch: _like(batch, "values", 0.25)}
     absent = {name for name in ("critic", "cost_critic", "reference") if getattr(config.roles, name) is None}
     roles = {name: FakeRole(name, calls, found) for name, found in answers.items() if name not in absent}
     scorings = [Scoring(name, {"made up": Term(FakeScorer(), lambda sample: sample)}) for name in config.scores()]
-    return Run(config, roles, FakeText(), None, scorings, Recorder(folder / "run", config)), calls
+    return Run(config, roles, FakeText(), None, scorings, Recorder(config.run.dir, config)), calls
 
 
 def _generate(prompts: Batch, sampling, seed: int) -> Batch:

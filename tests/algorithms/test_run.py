@@ -1,5 +1,9 @@
 """What happens on the driver: metric sums, memory notes, values per token; and what an algorithm asks of its roles."""
 
+import json
+import threading
+import time
+
 import pytest
 import torch
 
@@ -10,6 +14,8 @@ from hybridflow.batch import Batch
 from hybridflow.config import preflight
 from hybridflow.config.own_class import load_class
 from hybridflow.config.schema import ALGORITHM_METHODS, ConfigError
+from hybridflow.roles.registry import handles
+from megatron_ext.intervals import Interval
 from tests.algorithms.fakes import fake_run, problems
 from tests.config.folders import write_model
 
@@ -92,6 +98,36 @@ def test_ppos_batches_hold_gae_of_the_token_rewards(tmp_path):
         torch.testing.assert_close(actors.rows("advantages")[row], advantages)
 
 
+def test_what_does_not_depend_on_each_other_is_started_before_any_of_it_is_waited_for(tmp_path):
+    overrides = ["algorithm={name: ppo, kl_coefficient: 0.1}", "batch.mini_batches=2"]
+    run, calls = fake_run(tmp_path, *overrides)
+    for role in (run.actor, run.reference, run.critic, run.rollout):
+        role.waits = calls
+    (scoring,) = run.scorings
+    scorer = scoring._terms["made up"].scorer
+    asked, score = threading.Event(), scorer.score
+
+    def slow(items):
+        assert asked.wait(10)  # the scorers are at work while the critic is called ...
+        time.sleep(0.05)
+        return score(items)
+
+    scorer.score = slow
+    values = run.critic._answers["values"]
+    run.critic._answers["values"] = lambda batch: asked.set() or values(batch)
+    run.begin_step()
+    samples = run.sample(problems(2), 4)
+    del calls[:]
+    samples = run.assess(problems(2), samples)
+    verbs = ["reference.log_probs", "actor.log_probs", "critic.values"]
+    assert names(calls) == [*verbs, *(f"wait {verb}" for verb in verbs)]
+    assert {"rewards", "log_probs", "reference_log_probs", "values", "rollout_log_probs"} < set(samples.names)
+    seconds = run.recorder.seconds()
+    assert seconds["reward"] >= 0.05  # ... and their time is their own
+    # a role's is what its ranks were at, not what the driver waited for
+    assert all(0.25 <= seconds[phase] < 0.3 for phase in ("reference", "log_probs", "values"))
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_kl_coefficient_is_adapted_after_each_step(tmp_path, where):
     settings = f"algorithm={{kl_coefficient: 0.1, kl_in: {where}, kl_target: 1.2, kl_estimator: k1}}"
@@ -170,6 +206,38 @@ def test_an_algorithm_of_ones_own(tmp_path, monkeypatch):
     assert run.metrics["mine"] == 3 and run.critic is not None
 
 
+MY_ROLE = """
+from hybridflow.controller.protocols import PP_ONLY, THREE_D, remote
+from hybridflow.roles.reference import Reference
+
+
+class Mine(Reference):
+    @remote(PP_ONLY)
+    def stage(self):
+        pass
+
+
+class Silent(Reference):
+    def log_probs(self, batch):
+        pass
+"""
+
+
+def test_a_role_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_roles.py").write_text(MY_ROLE)
+    for name in ("Mine", "Silent"):
+        reference = f"roles.reference={{implementation: 'my_roles:{name}'}}"
+        run, _ = fake_run(tmp_path, "algorithm.kl_coefficient=0.1", "run.overwrite=true", reference)
+        if name == "Silent":
+            with pytest.raises(ConfigError, match="Silent': the method log_probs declares no transfer protocol"):
+                preflight.check(run.config, run_folder=False)
+            continue
+        preflight.check(run.config, run_folder=False)
+        handle = handles(run.config, transport=None)["reference"]
+        assert callable(handle.stage) and callable(handle.log_probs)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -185,3 +253,17 @@ def test_an_algorithm_of_ones_own_that_is_not_one(tmp_path, monkeypatch, name, m
     with pytest.raises(ConfigError) as error:
         load_class("algorithm.name", name, ALGORITHM_METHODS)
     assert str(error.value).startswith(f"algorithm.name={name!r}") and str(error.value).endswith(message)
+
+
+def test_the_bubble_is_that_of_the_actors_updates(tmp_path):
+    run, _ = fake_run(tmp_path, "run.profile=true")
+    update = [Interval.of("forward", 0, 0, 0, 0.0, 1.0), Interval.of("backward", 0, 0, 0, 3.0, 4.0)]
+    log_probs = [Interval.of("forward", 0, 0, 0, 9.0, 10.0)]
+    busier = [Interval.of("forward", 1, 0, 0, 1.0, 2.0), Interval.of("backward", 1, 0, 0, 2.0, 4.0)]
+    reports = iter([[["of the warm start"]] * 2, [[log_probs, update], [[], busier]]])
+    run.actor._answers["take_passes"] = lambda: next(reports)
+    run.begin_step()
+    run.finish_step()
+    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (logged["pipeline/bubble_mean"], logged["pipeline/bubble_max"]) == (0.375, 0.5)
+    assert run.passes == {"actor": [(log_probs, []), (update, busier)]}

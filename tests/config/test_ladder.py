@@ -31,6 +31,19 @@ def test_by_hand(tmp_path):
     assert max(len(line) for line in text.splitlines()) < 128
 
 
+def test_an_interleaved_schedule_takes_multiples_of_its_stages(tmp_path):
+    steps = make(
+        tmp_path,
+        "cluster.ranks_per_node=4",
+        "roles.actor={pp: 4, vpp: 2, micro_batch_tokens: 500}",
+        "batch={prompts: 4, samples_per_prompt: 4}",
+        "sampling={max_prompt_tokens: 100, max_response_tokens: 60}",
+        num_layers=8,
+    )
+    assert steps.micro_batches == 8  # 16 sequences, 3 to a micro-batch: 6
+    assert "<= 8  per rank and mini-batch, of at most 500 packed tokens; a multiple of pp=4" in steps.render()
+
+
 def test_uneven_stages_are_shown(tmp_path):
     layout = ["cluster.ranks_per_node=4", "roles.actor.pp=4", "algorithm.kl_coefficient=0.1"]
     text = make(tmp_path, *layout, num_layers=30).render()

@@ -43,10 +43,15 @@ def test_passes(tmp_path, model):
         ["roles.actor={tp: 1, pp: 3}", "cluster.ranks_per_node=3", "roles.rollout.tp=1"],  # 4 layers: 1, 2 and 1
         ["roles.actor.split.stages=[3,1]"],
         ["roles.actor.split={embedding: 1, loss: 1}"],
+        ["roles.actor={tp: 1, pp: 2, vpp: 2, split: {by_cost: true}, overlap_grad_reduce: true}", "run.profile=true"],
+        ["roles.actor={vpp: 2, megatron: {overlap_p2p_comm: false}}"],
         ["roles.actor={tp: 1, pp: 1}", "batch.prompts=7"],  # 14 samples a mini-batch over DP 4: filled up, not refused
         ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
         ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed
         ["roles.actor.ranks=[0,1,2,3]"],
+        ["algorithm.name=ppo", "roles.critic.ranks=[0,1]"],
+        ["algorithm.name=ppo", "roles.actor={ranks: [0,1], pp: 1}", "roles.rollout.ranks=[0-1]", "roles.critic.ranks=[2-3]"],
+        ["roles.actor={ranks: [2,3], tp: 1}", "roles.rollout.ranks=['node0:[0,1]']"],
         ["batch.mini_batches=3"],  # 32 samples: 11, 11 and 10
         ["algorithm.kl_coefficient=0.1"],
         ["algorithm.kl_coefficient=0.1", "roles.actor.offload=[params,grads,optimizer]"],  # the reference has params only
@@ -161,17 +166,48 @@ def test_passes_with(tmp_path, model, overrides):
             " weights are the masters: use roles.critic.offload=[params], or bfloat16",
         ),
         (
-            ["algorithm.name=ppo", "roles.critic.ranks=[0,1]"],
-            "roles.critic.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+            ["algorithm.name=ppo", "roles.critic={ranks: [0,1], tp: 4}"],
+            "roles.critic.ranks=[0, 1] = 2 ranks are fewer than roles.critic.tp=4 x pp=1 x cp=1 = 4:"
+            " change roles.critic.ranks or the layout",
         ),
         (
             ["algorithm.name=ppo", "roles.critic.megatron.num_layers=8"],
             "roles.critic.megatron.num_layers follows from another key: set roles.critic.model.path instead",
         ),
-        (["cluster.launcher=ray"], "cluster.launcher=ray is not supported yet: use torchrun"),
+        (["cluster.address=auto"], "cluster.address=auto is for Ray: set cluster.launcher=ray, or leave it out"),
+        (
+            ["cluster.resources={node0: {big: 1}}"],
+            "cluster.resources={'node0': {'big': 1}} is for Ray: set cluster.launcher=ray, or leave it out",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.nodes=2"],
+            "cluster.nodes=2, but without cluster.address Ray is started on this machine alone: start a cluster (ray start"
+            " --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=ray://a:1"],
+            "cluster.address=ray://a:1 is of Ray's client protocol: use HOST:PORT of the cluster, or auto",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node1: {big: 1}}"],
+            "cluster.resources.node1: cluster.nodes=1 are node0",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: big}"],
+            "cluster.resources.node0=big is not a section of amounts, such as {H200: 1}",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: {GPU: 1}}"],
+            "cluster.resources.node0.GPU follows from cluster.ranks_per_node: leave it out",
+        ),
+        (
+            ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: {big: 0}}"],
+            "cluster.resources.node0.big=0 is not a number above 0",
+        ),
         (
             ["roles.rollout.ranks=[0,1]"],
-            "roles.rollout.ranks=[0, 1]: roles on a part of the ranks are not supported yet: use all",
+            "roles.rollout.ranks=[0, 1] leaves out rank 2, which is in one pool with it through actor (ranks 0-3): an engine"
+            " needs a world of its own, so give rollout all ranks of the pool, or ranks that no other role has",
         ),
         (["roles.actor.cp=2"], "roles.actor.cp=2 is not supported yet: use 1"),
         (["run.save_every=5"], "run.save_every=5: checkpoints are not supported yet: use 0"),
@@ -255,6 +291,30 @@ def test_passes_with(tmp_path, model, overrides):
         (
             ["roles.actor.vpp=4"],
             "roles.actor: num_hidden_layers=4 is too few for the 8 chunks of pp=2 x vpp=4: lower one of them",
+        ),
+        (
+            ["roles.actor.megatron.overlap_p2p_comm=true"],
+            "roles.actor.megatron.overlap_p2p_comm=true needs the interleaved schedule, but roles.actor.vpp=1:"
+            " use vpp=2 or more, or false",
+        ),
+        (
+            ["roles.actor={vpp: 2, megatron: {overlap_p2p_comm: false, overlap_p2p_comm_warmup_flush: true}}"],
+            "roles.actor.megatron.overlap_p2p_comm_warmup_flush=true overlaps the rest of what"
+            " roles.actor.megatron.overlap_p2p_comm=false does not overlap: leave out one of them",
+        ),
+        (
+            ["roles.actor.megatron.deallocate_pipeline_outputs=true"],
+            "roles.actor.megatron.deallocate_pipeline_outputs follows from another key:"
+            " set roles.actor.megatron.overlap_p2p_comm instead",
+        ),
+        (
+            ["roles.reference={pp: 2, megatron: {microbatch_group_size_per_vp_stage: 4}}", "algorithm.kl_coefficient=0.1"],
+            "roles.reference.megatron.microbatch_group_size_per_vp_stage cannot be chosen: micro-batches go through the chunks"
+            " in groups of pp",
+        ),
+        (
+            ["roles.actor.split={by_cost: true, loss: 2}"],
+            "roles.actor.split.by_cost=true derives what roles.actor.split.loss=2 gives: leave out one of them",
         ),
         (
             ["roles.actor.split.stages=[2,3]"],

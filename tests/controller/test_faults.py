@@ -1,5 +1,6 @@
 """What a failed job says last: the one fault that all others follow from."""
 
+import pickle
 import signal
 
 import pytest
@@ -21,7 +22,7 @@ def fail(rank: int, error: Exception) -> None:
     try:
         raise error
     except type(error) as caught:
-        faults.report(rank, "actor.update (step 3, update)", caught)
+        faults.report(faults.describe(rank, "actor.update (step 3, update)", caught))
 
 
 def test_a_fault_of_its_own_comes_before_lost_connections(folder, capfd):
@@ -52,3 +53,12 @@ def test_what_is_left_to_say(folder, monkeypatch, capfd):
     fail(2, ValueError("a full disk"))
     err = capfd.readouterr().err
     assert "could not note the fault" in err and "ValueError: a full disk" in err
+
+
+def test_a_fault_travels_as_an_exception(folder, capfd):
+    with pytest.raises(faults.RankFailed) as caught, faults.as_rank_failed(2, "building"):
+        raise KeyError("x")
+    assert isinstance(caught.value.__cause__, KeyError)
+    arrived = pickle.loads(pickle.dumps(caught.value))
+    assert arrived.fault == caught.value.fault and arrived.fault.line.endswith("failed in building: KeyError: 'x'")
+    assert "Traceback" in str(arrived) and faults.describe(0, "elsewhere", arrived) is arrived.fault

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hybridflow.data.packing import partition
+from hybridflow.data.packing import pace, partition
 
 
 def padded(lengths, group, multiple):
@@ -64,3 +64,26 @@ def test_errors_name_the_numbers_and_the_key():
         partition([15], 15, multiple=8)
     with pytest.raises(ValueError, match="do not fit 1 micro-batches of micro_batch_tokens=16: 2 are needed"):
         partition([10, 10], 16, count=1)
+
+
+def test_attention_is_spread_where_tokens_alone_would_not_do_it():
+    # equal tokens: one long sequence beside short ones in every group, rather than the long ones together
+    lengths = [100, 100, 10] + [10] * 19
+    even = partition(lengths, 400, count=2)
+    assert sorted(sum(lengths[i] for i in group) for group in even) == [200, 200]
+    assert [sum(lengths[i] == 100 for i in group) for group in partition(lengths, 400, count=2, attention=0.01)] == [1, 1]
+
+
+def test_evening_out_never_makes_the_slowest_group_slower():
+    rng, better = random.Random(2), 0
+    for _ in range(200):
+        lengths = [int(10 * rng.paretovariate(1.2)) % 400 + 1 for _ in range(rng.randint(2, 60))]
+        budget, cost = rng.randint(420, 900), rng.choice([1e-4, 1e-3, 1e-2])
+        plain = partition(lengths, budget)
+        found = partition(lengths, budget, attention=cost)
+        assert len(found) == len(plain)
+        assert sorted(i for group in found for i in group) == list(range(len(lengths)))
+        assert all(group == sorted(group) and padded(lengths, group, 1) <= budget for group in found)
+        assert pace(found, lengths, cost) <= pace(plain, lengths, cost)
+        better += pace(found, lengths, cost) < pace(plain, lengths, cost)
+    assert better > 20

@@ -27,21 +27,32 @@ class Role:
 
 
 def make_role(
-    reference: torch.nn.Module, layout: Layout, dtype=torch.float32, name="actor", seed=1, spec="local", **config
-) -> Role:
-    """Build, fill and wrap; collective over the world. `spec` None: what the device's own would be."""
+    reference: torch.nn.Module,
+    layout: Layout,
+    dtype=torch.float32,
+    name="actor",
+    seed=1,
+    spec="local",
+    overlap_grad_reduce=False,
+    ranks=None,
+    **config,
+) -> Role | None:
+    """Build, fill and wrap; collective over the world. `spec` None: what the device's own would be. `ranks`: where it lives, if
+    not on all; None elsewhere."""
     from megatron_ext.model import build_model, transformer_config
     from megatron_ext.optimizer import wrap
     from megatron_ext.parallel import ParallelState
     from tests.megatron_ext.hf_layout import fill, hf_config
 
     hf = hf_config(reference)
-    state = ParallelState(name, layout, seed)
+    state = ParallelState(name, layout, seed, ranks)
+    if state.rank is None:
+        return None
     with state.current():
         settings = transformer_config(hf, layout, dtype, **config)
         chunks = build_model(hf, layout, settings, spec)
-        fill(chunks, reference.state_dict(), hf, layout, torch.distributed.get_rank())
-        wrapped = wrap(chunks, settings)
+        fill(chunks, reference.state_dict(), hf, layout, state.rank)
+        wrapped = wrap(chunks, settings, overlap_grad_reduce)
     return Role(state, layout, hf, settings, chunks, wrapped)
 
 

@@ -1,5 +1,8 @@
 """What is read from config.json: against transformers' own classes, and what is refused by name."""
 
+import json
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 
@@ -129,3 +132,13 @@ def test_a_missing_number_is_named(family, missing):
     del fields[missing]
     with pytest.raises(UnsupportedModel, match=f"field {missing} is missing"):
         HFConfig.from_dict(fields)
+
+
+def test_weights_and_costs_of_a_qwen2_7b_layer():
+    fields = json.loads((Path(__file__).parents[2] / "configs/models/qwen2_7b.json").read_text())
+    hf = HFConfig.from_dict(fields)
+    # q and o 3584 x 3584, k and v 3584 x 512, gate, up and down 3584 x 18944
+    assert hf.layer_weights == 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
+    assert round(hf.output_weights / hf.layer_weights, 2) == 2.34  # layers that the output layer counts as
+    assert hf.attention_cost * 4096 == pytest.approx(0.063, abs=1e-3)  # a sequence of 4096 tokens: 6 % of the matrices' time
+    assert HFConfig.from_dict(fields, head="value").output_weights == 3584

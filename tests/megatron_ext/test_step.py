@@ -12,6 +12,11 @@ DP2_PP2 = Layout(4, pp=2)
 TP2_PP2_VPP2 = Layout(4, tp=2, pp=2, vpp=2, sequence_parallel=True)
 DP2_PP2_VPP2 = Layout(4, pp=2, vpp=2)
 PP2_BY_HAND = Layout(4, pp=2, split=Split((3, 1)))
+DP2_PP2_VPP4 = Layout(4, pp=2, vpp=4)
+PP4_VPP2 = Layout(4, pp=4, vpp=2)
+PP4_VPP4 = Layout(4, pp=4, vpp=4)
+PP4_VPP2_BY_COST = Layout(4, pp=4, vpp=2, split=Split(embedding=1, loss=2))
+NOT_OVERLAPPED = {"overrides": {"overlap_p2p_comm": False}}
 PP2_VPP2_LOSS = Layout(4, tp=2, pp=2, vpp=2, sequence_parallel=True, split=Split(loss=1))
 PP4_BARE_ENDS = Layout(4, pp=4, split=Split((0, 2, 2, 0)))
 PP2_VPP2_BARE_ENDS = Layout(4, pp=2, vpp=2, split=Split((0, 1, 2, 0)))
@@ -42,6 +47,15 @@ CASES = {
     "dp2-pp2-llama-tied": (DP2_PP2, {"family": "llama", "tied": True}, {"recompute": "selective"}),
     "tp2-pp2-vpp2-sp": (TP2_PP2_VPP2, {"family": "qwen2", "tied": True}, {}),
     "dp2-pp2-vpp2": (DP2_PP2_VPP2, {"family": "qwen3", "head_dim": 16}, {}),
+    # chunks; five micro-batches at least, filled up to six (pp=2) or eight (pp=4)
+    "dp2-pp2-vpp4": (DP2_PP2_VPP4, {"family": "qwen2", "num_hidden_layers": 8, "tied": True}, {}),
+    "pp4-vpp2": (PP4_VPP2, {"family": "qwen2", "num_hidden_layers": 8}, {"recompute": "full"}),
+    "pp4-vpp4": (PP4_VPP4, {"family": "llama", "num_hidden_layers": 16, "tied": True}, {"recompute": "selective"}),
+    "pp4-vpp2-9-layers-by-cost": (PP4_VPP2_BY_COST, {"family": "llama", "num_hidden_layers": 9}, {}),
+    "dp2-pp2-vpp4-transfers-not-overlapped": (DP2_PP2_VPP4, {"family": "llama", "num_hidden_layers": 8}, NOT_OVERLAPPED),
+    "pp4-vpp2-transfers-not-overlapped": (PP4_VPP2, {"family": "qwen2", "num_hidden_layers": 8, "tied": True}, NOT_OVERLAPPED),
+    "dp2-pp2-vpp2-gradients-overlapped": (DP2_PP2_VPP2, {"family": "llama", "tied": True}, {"overlap_grad_reduce": True}),
+    "dp2-pp2-gradients-overlapped": (DP2_PP2, {"family": "qwen2"}, {"overlap_grad_reduce": True}),
     # uneven stages
     "pp4-7-layers": (PP4, {"family": "qwen2", "num_hidden_layers": 7}, {}),
     "pp4-7-layers-tied": (PP4, {"family": "llama", "num_hidden_layers": 7, "tied": True}, {"recompute": "full"}),

@@ -5,6 +5,8 @@ import torch
 
 from megatron_ext.layout import Layout, Split
 
+CLIP = 0.3
+NOT_OVERLAPPED = {"overrides": {"overlap_p2p_comm": False}}
 CASES = {
     "pp2-dp2": (Layout(4, pp=2), {"family": "qwen2"}, {}),
     "tp2-pp2-tied": (Layout(4, tp=2, pp=2), {"family": "qwen2", "tied": True, "vocab_size": 131}, {}),
@@ -12,11 +14,13 @@ CASES = {
     "tp2-dp2-qwen3": (Layout(4, tp=2), {"family": "qwen3", "head_dim": 16}, {}),
     "dp4-tied": (Layout(4), {"family": "llama", "tied": True}, {}),
     "tp2-pp2-vpp2-sp": (Layout(4, tp=2, pp=2, vpp=2, sequence_parallel=True), {"family": "qwen2"}, {"recompute": "full"}),
+    "dp2-pp2-vpp4": (Layout(4, pp=2, vpp=4), {"family": "llama", "num_hidden_layers": 8, "tied": True}, {}),
+    "pp4-vpp2": (Layout(4, pp=4, vpp=2), {"family": "qwen2", "num_hidden_layers": 8}, {"recompute": "selective"}),
+    "pp4-vpp4": (Layout(4, pp=4, vpp=4), {"family": "qwen2", "num_hidden_layers": 16}, NOT_OVERLAPPED),
     "pp4-bare-ends": (Layout(4, pp=4, split=Split((0, 2, 2, 0))), {"family": "qwen2", "tied": True}, {}),
     "qwen3-moe-tp2-ep2": (Layout(4, tp=2, ep=2, sequence_parallel=True), {"family": "qwen3_moe"}, {}),
     "mixtral-ep2-pp2": (Layout(4, pp=2, ep=2), {"family": "mixtral"}, {}),
 }
-CLIP = 0.3
 
 
 def with_returns(items: list) -> list:

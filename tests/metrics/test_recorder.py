@@ -23,6 +23,9 @@ def clock(monkeypatch):
         def monotonic(self):
             return self.now
 
+        def time(self):
+            return self.now
+
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     return clock

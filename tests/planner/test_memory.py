@@ -240,3 +240,19 @@ def test_what_fits_passes(tmp_path, hf, overrides, ranks):
     chosen = config(tmp_path, *overrides, ranks=ranks)
     models = dict.fromkeys(chosen.megatron_roles(), hf)
     check_fits(chosen, models, memory_plan(chosen, models, H200), HOST)
+
+
+def test_an_engine_on_ranks_of_its_own_asks_nothing_of_training(tmp_path, hf):
+    """One GPU trains, the other has the engine: nothing goes, and no GPU holds both."""
+    alone = ["roles.actor={ranks: [0], tp: 1, pp: 1}", "roles.rollout={ranks: [1], tp: 1, gpu_memory_utilization: 0.9}"]
+    for name in ("both", "apart"):
+        (tmp_path / name).mkdir()
+    both = plan(tmp_path / "both", hf, "roles.actor={tp: 1, pp: 1}", "roles.rollout={tp: 1, gpu_memory_utilization: 0.9}")
+    apart = plan(tmp_path / "apart", hf, *alone)
+    assert both.releases["actor"] == memory.Release(True, True)
+    assert apart.releases["actor"] == memory.Release(False, False)
+    names = {part.name for parts in apart.stages.values() for part in parts}
+    assert {"actor weights", "actor gradients", "actor optimizer"} <= names
+    rollout = dict(apart.stages["rollout"])
+    assert ("vLLM" in rollout) != ("actor weights" in rollout)
+    check_fits(config(tmp_path / "apart", *alone), dict.fromkeys(["actor"], hf), apart, HOST)

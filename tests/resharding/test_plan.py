@@ -172,6 +172,20 @@ def test_more_replicas_than_destinations_take_the_work_apart():
     assert plan.sent_bytes == (4 * 128, 4 * 128, 4 * 128, 0)
 
 
+def test_a_plan_within_a_group_has_the_groups_numbers():
+    """Ranks 1 and 4 of 6 train, 4 and 5 roll out: numbers 0, 1 and 2 of their group."""
+    whole, half = (0, 8), (0, 4)
+    rest = (4, 8)
+    sources = [{}, {"t": [Tile("t", (half,), (half,))]}, {}, {}, {"t": [Tile("t", (rest,), (half,))]}, {}]
+    destinations = [{}, {}, {}, {}, {"t": [Tile("t", (whole,), (whole,))]}, {"t": [Tile("t", (whole,), (whole,))]}]
+    made = [make_plan(rank, sources, destinations, 4, 3, unpacked_from=16).within([1, 4, 5]) for rank in (1, 4, 5)]
+    assert [plan.rank for plan in made] == [0, 1, 2]
+    assert [sorted(plan.sends) for plan in made] == [[1, 2], [2], []]
+    assert [sorted(plan.receives) for plan in made] == [[], [0], [0, 1]]
+    assert sorted(made[1].unpacked) == [(0, 1), (1, 2)]
+    assert made[2].received_bytes == (0, 16, 32) and made[2].local_bytes == (0, 16, 0)
+
+
 def test_tied_embedding_comes_from_both_stages():
     """PP2: both stages hold the embedding, so a rollout rank always has it at home."""
     sources, destinations = maps(config(tied=True), Layout(2, pp=2), 1)

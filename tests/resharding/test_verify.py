@@ -193,6 +193,14 @@ def one(name: str, *rows: tuple[int, int]) -> dict[str, list[Tile]]:
     return {name: tiles}
 
 
+def test_ranks_are_named_by_the_numbers_that_they_are_given():
+    tensor = torch.randn(8, 4)
+    with pytest.raises(
+        ReshardingMismatch, match="training \\(a on rank 5\\) and rollout \\(b on rank 5\\) hold different values"
+    ):
+        verify([one("a", (0, 8))], {"a": tensor}, [one("b", (0, 8))], {"b": tensor + 1}, numbers=[5])
+
+
 def test_tiles_that_do_not_cover_the_tensor_are_refused():
     tensor = torch.randn(8, 4)
     with pytest.raises(ReshardingMismatch, match=r"t of shape \(8, 4\): the tiles of rollout cover 24 of 32 elements"):

@@ -72,9 +72,10 @@ def test_a_model_beside_a_scorer(tmp_path):
 
 def test_a_model_that_scores_no_number():
     role = FakeRole("reward", [], {"scores": lambda found: Batch({"scores": torch.tensor([1.0, float("nan")])})})
-    found = ModelScorer(role).score([[1], [2]])
+    found = ModelScorer(role).start([[1], [2]], thread=None)()
     assert found.rewards == [1, 0] and found.unscored == {1} and found.first_failure == "the model scores nan"
-    assert ModelScorer(role).score([]).rewards == []
+    assert found.seconds == 0.25
+    assert ModelScorer(role).start([], thread=None)().rewards == []
 
 
 def test_sequences_in_the_models_own_tokens(tmp_path, capsys):

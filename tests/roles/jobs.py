@@ -8,13 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hybridflow.config.load import load
-from hybridflow.controller.torchrun import TorchrunTransport
 from hybridflow.controller.worker import Worker
 from hybridflow.roles.megatron import MegatronRole
 from hybridflow.roles.registry import build_roles
 from hybridflow.roles.rollout import Rollout
 from hybridflow.train import drive
 from megatron_ext.memory import weights_are_away
+from tests.world import make_transport
 
 
 def train(config_path: str, overrides: list[str], stale: str = "", stale_from: int = 0) -> dict:
@@ -29,8 +29,8 @@ def train(config_path: str, overrides: list[str], stale: str = "", stale_from: i
         On rank 0 also the metrics of all steps, and what was printed.
     """
     config = load(config_path, overrides)
-    transport = TorchrunTransport()
-    roles = build_roles(config)
+    transport = make_transport()
+    roles = build_roles(config, dist.get_rank())
     away = {name: _watch(roles["rollout"], roles[name]) for name in ("actor", "critic") if name in roles}
     if stale:
         _forget(roles["rollout"], stale, stale_from)

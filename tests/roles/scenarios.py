@@ -7,15 +7,16 @@ from hybridflow.config.load import load
 from hybridflow.config.schema import Config
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reference import Reference
-from hybridflow.roles.rollout import Rollout, choose_layout
+from hybridflow.roles.rollout import Rollout
 from hybridflow.rollout.engine import Sampling
+from hybridflow.rollout.grouping import choose_layout
 from megatron_ext import weights
 
 _kept: dict[str, object] = {}  # the engine between calls, as building one takes seconds
 
 
 def _rollout(config: Config) -> Rollout:
-    kind = config.model_path("rollout"), choose_layout(config), config.roles.rollout.expert_parallel
+    kind = config.model_path("rollout"), choose_layout(config).layout, config.roles.rollout.expert_parallel
     if _kept.get("kind") != kind:
         if "rollout" in _kept:
             _kept.pop("rollout").close()

@@ -58,7 +58,7 @@ def train(world, model, folder, dtype: str, *overrides: str, **fault) -> tuple[l
 @pytest.mark.timeout(2 * TIMEOUT)
 def test_memory_that_leaves_changes_nothing(world, model, tmp_path):
     kept, expected = train(world, model, tmp_path / "kept", "bfloat16")
-    gone, found = train(world, model, tmp_path / "gone", "bfloat16", *ALL_AWAY)
+    gone, found = train(world, model, tmp_path / "gone", "bfloat16", *ALL_AWAY, "run.profile=true")
     rollouts = 6 + 2  # and the evaluations before and after: twice in a row at either end
     assert [rank["away"] for rank in kept] == [[False] * rollouts] * 2
     assert [rank["away"] for rank in gone] == [[True] * rollouts] * 2
@@ -70,6 +70,8 @@ def test_memory_that_leaves_changes_nothing(world, model, tmp_path):
         arrows = ("make_room", "wake_weights", "reshard", "release", "wake", "rollout", "sleep", "restore", "update")
         assert all(without[f"memory/peak_bytes/{arrow}"] > 0 for arrow in arrows)
         assert without["time/release"] > 0 and without["time/restore"] > 0
+        assert 0 <= without["pipeline/bubble_mean"] <= without["pipeline/bubble_max"] < 1
+        assert "pipeline/bubble_mean" not in with_all
     assert "warning" not in kept[0]["printed"] + gone[0]["printed"]
 
 
@@ -89,6 +91,26 @@ def test_a_critics_memory_that_leaves_changes_nothing(world, model, tmp_path, ho
         assert all(without[f"memory/peak_bytes/{phase}"] > 0 for phase in ("values", "update_critic", "make_room"))
     assert kept[0]["steps"][1]["critic/loss"] > 0
     assert "warning" not in kept[0]["printed"] + gone[0]["printed"]
+
+
+@pytest.mark.timeout(2 * TIMEOUT)
+def test_a_run_replayed_in_other_layouts_has_the_same_losses(worlds, world, model, tmp_path):
+    """PPO on one rank, and on two with an actor of TP2, a critic of PP2 and engines of one: the same step by step."""
+    (tmp_path / "rewards.py").write_text("def score(prompt, response, answer, metadata):\n    return len(response) / 6\n")
+    ppo = ["algorithm={name: ppo, kl_in: reward, kl_coefficient: 0.05}", "run.steps=3", "evaluation.problems=0"]
+    ppo += ["roles.actor.optimizer.lr=1e-4", f"reward={{kind: function, function: '{tmp_path}/rewards.py:score'}}"]
+    critic = "roles.critic={{{0}micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}}}"
+    alone = ["cluster.ranks_per_node=1", "roles.actor.tp=1", "roles.reference.pp=1", critic.format("")]
+    one, _ = train(worlds(1, "jobs"), model, tmp_path / "one", "float32", *ppo, *alone, "run.save_rollouts=true")
+    replay = [critic.format("pp: 2, "), f"run.replay={tmp_path}/one/run"]
+    two, _ = train(world, model, tmp_path / "two", "float32", *ppo, *replay)
+    same = ("reward/mean", "actor/loss", "actor/kl_reference", "critic/loss", "critic/explained_variance")
+    for expected, found in zip(one[0]["steps"], two[0]["steps"], strict=True):
+        assert {name: found[name] for name in same} == pytest.approx({name: expected[name] for name in same}, abs=1e-5)
+        assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
+        assert found["reshard/bytes_received"] > 0 and found["mismatch/log_prob_abs_max"] < 1e-3
+    assert one[0]["steps"][1]["actor/loss"] != 0
+    assert "warning" not in two[0]["printed"]
 
 
 @pytest.mark.timeout(TIMEOUT + 60)

@@ -45,6 +45,16 @@ def test_expert_parallel_engines_take_the_experts_that_ranks_have():
     assert engines(choose_engines(MOE, Layout(4, ep=4), 2, 4, expert_parallel=True).layout) == [[0, 2], [1, 3]]
 
 
+def test_engines_of_ranks_that_only_some_share_with_the_actor():
+    """Rank 0 of the engine needs the first half of the model, which of the pool's four ranks 2 and 3 have (TP4 on 2 to 5)."""
+    on_some = choose_engines(LLAMA, Layout(4, tp=4), 2, 8, placed=((2, 3, 4, 5), (2, 3, 4, 5)))
+    assert engines(on_some.layout) == [[0, 2], [1, 3]]
+    assert "engines: ranks 2, 4 | 3, 5:" in on_some.describe(2, 8)
+    elsewhere = choose_engines(LLAMA, Layout(2, tp=2), 2, 2, placed=((0, 1), (2, 3, 4, 5)))
+    assert engines(elsewhere.layout) == [[0, 1], [2, 3]]  # all receive everything
+    assert elsewhere.received == elsewhere.received_by_neighbours > 0
+
+
 def test_coordinates_and_ranks_are_inverse_whatever_the_order():
     layout = EngineLayout(8, 2, order=(0, 2, 3, 1, 7, 4, 6, 5))
     for rank in range(8):

@@ -1,0 +1,81 @@
+"""Jobs under torchrun whose roles live on different ranks: two pools with a critic apart, and a rollout of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.data.tiny_model import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 300
+CONFIG = """
+model: {{path: {folder}/tiny, dtype: float32}}
+cluster: {{ranks_per_node: 4, device: cpu}}
+roles:
+  actor: {{ranks: [0, 1], pp: 2, micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}}}
+  rollout: {{ranks: [0, 1], tp: 2, gpu_memory_utilization: 0.1, engine_args: {{max_num_seqs: 64}}}}
+batch: {{prompts: 4, samples_per_prompt: 8, mini_batches: 2}}
+sampling: {{max_prompt_tokens: 16, max_response_tokens: 6}}
+data:
+  task: chain_sum
+  options: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}
+  prompt_template: "{{expression}}="
+reward: {{kind: last_integer, concurrency: 1}}
+evaluation: {{problems: 4}}
+run: {{dir: {folder}/run, steps: 2, seed: 1}}
+"""
+
+
+def train(folder: Path, *overrides: str, environment: dict | None = None) -> tuple[list[dict], str]:
+    """The steps' metrics, and what was printed."""
+    make_tiny_model(folder / "tiny")
+    (folder / "c.yaml").write_text(CONFIG.format(folder=folder))
+    command = [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(folder / "c.yaml"), *overrides]
+    job = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | (environment or {})
+    )
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-6000:]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], job.stdout
+
+
+@pytest.mark.timeout(TIMEOUT + 20)
+def test_a_critic_in_a_pool_of_its_own(tmp_path):
+    """It starts as a copy of the actor, whose weights go over a group between the two worlds; the reference is a part of the
+    actor's pool."""
+    steps, printed = train(
+        tmp_path,
+        "algorithm={name: ppo, kl_coefficient: 0.01, kl_in: reward}",
+        "roles.critic={ranks: ['node0:[2,3]'], tp: 2, micro_batch_tokens: 2048, optimizer: {lr: 1.0e-3}}",
+        "roles.reference={ranks: [1]}",
+    )
+    assert [step["reshard/verified"] for step in steps] == [True, None]
+    assert max(step["mismatch/log_prob_abs_max"] for step in steps) < 1e-3
+    assert steps[0]["critic/explained_variance"] == 0 and steps[1]["critic/loss"] > 0  # a new head says 0 of every token
+    for transfer in ("actor PP2 -> critic TP2", "actor PP2 -> reference one rank", "actor PP2 -> rollout TP2"):
+        assert f"{transfer}: resharding: " in printed
+    picture = (tmp_path / "run" / "placement.txt").read_text()
+    assert picture in printed and "pool 1: ranks 2-3: critic" in picture
+
+
+@pytest.mark.timeout(TIMEOUT + 20)
+def test_a_rollout_in_a_pool_of_its_own(tmp_path):
+    overrides = ["cluster.ranks_per_node=3", "roles.actor.pp=1", "roles.actor.tp=2", "roles.rollout={ranks: [2], tp: 1}"]
+    steps, printed = train(tmp_path, *overrides)
+    assert [step["reshard/verified"] for step in steps] == [True, None]
+    assert max(step["mismatch/log_prob_abs_max"] for step in steps) < 1e-3
+    assert "actor TP2 -> rollout one rank: resharding: " in printed
+    assert "pool 1: rank 2: rollout" in (tmp_path / "run" / "placement.txt").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(TIMEOUT + 20)
+def test_a_rollout_on_a_gpu_of_its_own(tmp_path):
+    """NCCL between two worlds. Needs two GPUs."""
+    overrides = ["cluster={ranks_per_node: 2, device: cuda}", "roles.actor={ranks: [0], pp: 1}", "model.dtype=bfloat16"]
+    steps, _ = train(tmp_path, *overrides, "roles.rollout={ranks: [1], tp: 1, gpu_memory_utilization: 0.3}")
+    assert [step["reshard/verified"] for step in steps] == [True, None]
+    assert max(step["mismatch/log_prob_abs_mean"] for step in steps) < 0.1
