@@ -11,7 +11,7 @@ source launch/setup_env.sh
 if [ "${1:-}" = --drills ]; then
   export PYTHON
   case "${2:-}" in
-    slurm) exec bash launch/slurm/drill/run.sh ;;
+    slurm) exec bash launch/slurm/drill/run.sh "${@:3}" ;;
     two-nodes) exec bash launch/torchrun/drill.sh ;;
     *) echo "--drills ${2:-}: use slurm or two-nodes" >&2; exit 2 ;;
   esac
