@@ -411,7 +411,7 @@ class Run:
 
     def start_training(self, optimizer: OptimizerConfig | None = None) -> None:
         """Begin with a fresh optimizer: the actor's own, or another phase's."""
-        self.actor.start_training(_settings(optimizer or self.config.roles.actor.optimizer)).result()
+        self.actor.start_training(optimizer_settings(optimizer or self.config.roles.actor.optimizer)).result()
 
     def start_policy_training(self) -> None:
         """The reference, where there is one, becomes a copy of the policy as it is now; the optimizer is a fresh one."""
@@ -425,7 +425,7 @@ class Run:
         for name, critic in self.critics.items():
             if self.config.model_path(name) == self.config.model_path("actor"):
                 critic.copy_from("actor").result()
-            critic.start_training(_settings(self.config.trained_roles()[name].optimizer)).result()
+            critic.start_training(optimizer_settings(self.config.trained_roles()[name].optimizer)).result()
 
     def policy_objective(self) -> PolicyObjective:
         """The policy's loss as the config says, with the KL coefficient of this step."""
@@ -549,7 +549,7 @@ def _bubbles(passes: list[Pass]) -> dict[str, float]:
     return {"pipeline/bubble_mean": idle.mean, "pipeline/bubble_max": idle.max}
 
 
-def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:
+def optimizer_settings(optimizer: OptimizerConfig) -> OptimizerSettings:
     return OptimizerSettings(**dataclasses.asdict(optimizer) | {"betas": tuple(optimizer.betas)})
 
 
