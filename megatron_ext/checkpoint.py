@@ -151,7 +151,8 @@ def _failed(folder: Path, error: BaseException) -> CheckpointError:
     the checkpoint goes: it is of no use, and fills the disk."""
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(parent).free
-    shutil.rmtree(folder, ignore_errors=True)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
     hint = ": the disk is full, make room or choose another run.dir" if free < ALMOST_FULL else ""
     return CheckpointError(f"{folder} could not be written ({free / 2**30:.2f} GiB were free there){hint}: {_reason(error)}")
 
