@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hybridflow.batch import Batch
 from hybridflow.controller import faults
 from hybridflow.controller.faults import Fault
+from hybridflow.controller.kept import Partial
 from hybridflow.controller.ray_cluster import Seat, seat_here
 from hybridflow.controller.torchrun import quiet
 from hybridflow.controller.waiting import waiting
@@ -149,7 +150,7 @@ class RayTransport:
         stored: dict[int, Any] = {}
         for call in calls.values():
             if id(call) not in stored:
-                stored[id(call)] = ray.put(call) if any(isinstance(arg, Batch) for arg in call.args) else call
+                stored[id(call)] = ray.put(call) if any(isinstance(arg, Batch | Partial) for arg in call.args) else call
         answers = {
             rank: self._expect(rank, call.where, self._actors[rank].execute.remote(stored[id(call)]))
             for rank, call in calls.items()
