@@ -159,6 +159,7 @@ def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, w
     fixed = Part("fixed", int(machine.calibration.fixed_bytes))
     engine = engine_task(config, models["actor"], work, machine)
     engines, trained, phases = set(placement.roles["rollout"]), config.trained_roles(), []
+    shares = [name for name in trained if not engines.isdisjoint(placement.roles[name])]
     cached = 0.0
     for stage in ("experience", "update"):
         for name, role in config.megatron_roles().items():
@@ -168,11 +169,10 @@ def forecast(config: Config, models: Mapping[str, HFConfig], machine: Machine, w
             parts = _with_activations(config, name, plan, found, fixed)
             if "host link" in causes:
                 parts = (Part(f"{name} weights", int(_weights(models[name], config.layout(name), config.dtype(name)))), *parts)
-            if name in trained and not engines.isdisjoint(placement.roles[name]):
+            if name in shares:
                 cached = max(cached, *found.activations)
             pool = placement.pool_of(placement.roles[name][0])
             phases.append(Phase(phase_name(name, stage), stage, name, len(placement.roles[name]), causes, pool, parts))
-    shares = [name for name in trained if not engines.isdisjoint(placement.roles[name])]
     beside = [fixed]
     if not any(trained[name].offload or plan.releases[name].gradients for name in shares):
         beside.append(Part(CACHE, int(cached)))  # what torch keeps of activations: nobody empties it before the engine wakes
