@@ -100,7 +100,7 @@ class Run:
     def start_saved_training(self) -> None:
         """Fresh optimizers for a checkpoint's states to be read into."""
         for role in self._trained():
-            role.start_training(_settings(self.config.trained_roles()[role.name].optimizer)).result()
+            role.start_training(optimizer_settings(self.config.trained_roles()[role.name].optimizer)).result()
 
     def state(self) -> dict[str, Any]:
         """What goes on from step to step, as JSON can hold it."""
