@@ -1,10 +1,10 @@
 """How long pipeline stages idle: schedule x pp x vpp x number of micro-batches, measured beside theory.
 
-    torchrun --nproc-per-node 2 benchmarks/bubble.py --model configs/models/qwen2_180m.json --sequences 32 --length 32 \\
-        --dtype float32 --out benchmarks/results/bubble_cpu2_qwen2_180m.json
-    torchrun --nproc-per-node 4 benchmarks/bubble.py --sleep 1.0 --out benchmarks/results/bubble_cpu4_sleep.json
+    torchrun --nproc-per-node 2 benchmarks/bubble.py --model configs/models/tiny.json --layers 8 --dtype float32 \\
+        --out benchmarks/results/bubble_cpu2_tiny.json
+    torchrun --nproc-per-node 4 benchmarks/bubble.py --sleep 1.6 --row "PP4 M8" --row "PP4 VPP2 M8" --out sleep.json
     torchrun --nproc-per-node gpu benchmarks/bubble.py --model configs/models/qwen2_7b.json --sequences 64 --length 2048 \\
-        --split-loss 2 --out benchmarks/results/bubble_h200x2_qwen2_7b.json
+        --split-loss 2 --out benchmarks/results/bubble_gpu_qwen2_7b.json
     torchrun --nproc-per-node 2 benchmarks/bubble.py --model configs/models/tiny.json --row "PP2 VPP2 M8"
 
 Every row has the same weights, the same sequences and must come to the same loss (exit status 1 otherwise). Rows come from

@@ -98,7 +98,8 @@ class _Model:
         ]
         mine = sequences[self._state.coordinates.dp :: row.layout.dp]
         lengths = [len(sequence["tokens"]) for sequence in mine]
-        parts = partition(lengths, sum(lengths) + row.layout.tp, row.layout.tp, row.micro_batches)
+        budget = sum(lengths) + row.layout.tp  # as many as there are: the number of micro-batches is given
+        parts = partition(lengths, budget, row.layout.tp, row.micro_batches, self._work.hf.attention_cost)
         longest = torch.tensor(max(sum(lengths[i] for i in part) for part in parts), device=device.current())
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         length = -(-int(longest) // row.layout.tp) * row.layout.tp

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.planner.arguments import USAGE as PLAN_USAGE
+from hybridflow.planner.arguments import add_arguments as add_plan_arguments
+
 if TYPE_CHECKING:
     from hybridflow.config.schema import Config
     from megatron_ext.hf_config import HFConfig
@@ -26,9 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    strangers = [word for word in rest if word not in overrides or arguments.command != "train"]
+    strangers = [word for word in rest if word not in overrides or arguments.command not in ("train", "plan")]
     if strangers:
-        parser.error(f"unrecognized arguments: {' '.join(strangers)} (overrides have the form key=value, after `train`)")
+        parser.error(f"unrecognized arguments: {' '.join(strangers)} (overrides have the form key=value, of train and plan)")
     try:
         return arguments.run(arguments, overrides)
     except ConfigError as error:
@@ -47,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     train.set_defaults(run=_train)
 
+    plan = commands.add_parser("plan", usage=PLAN_USAGE, allow_abbrev=False, help="what a job will cost, and where to place it")
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
+
     check = commands.add_parser("check-env", help="show versions and this machine, and whether a job could run on it")
     check.add_argument("--run-dir", default=".", metavar="DIR", help="the run's folder, whose disk is looked at")
     check.add_argument("--ranks", type=int, default=0, metavar="N", help="ranks of a node; by default its GPUs, else 2")
@@ -54,9 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--smoke-seconds", type=float, default=10.0, metavar="S", help="of the ranks' test; 0: none")
     check.set_defaults(run=_check_env)
 
-    convert = commands.add_parser("convert", help="turn a GGUF model into a folder in HF format")
+    convert = commands.add_parser("convert", help="checkpoints and GGUF models to HF folders, HF folders to checkpoints")
     convert.add_argument(
-        "--from", required=True, dest="source", metavar="X", help="a .gguf file, or an installed package that ships one"
+        "--from",
+        required=True,
+        dest="source",
+        metavar="X",
+        help="a checkpoint, a role in it (step-20/critic) or a run; an HF folder; a .gguf file, or a package that ships one",
     )
     convert.add_argument("--to", required=True, dest="destination", metavar="DIR", help="the folder to write")
     convert.set_defaults(run=_convert)
@@ -86,7 +97,10 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         from hybridflow.torchrun import plan
 
-        _show_memory(config, models, _device_here(config))
+        device = _device_here(config)
+        _show_memory(config, models, device)
+        if device == "cuda":
+            _show_forecast(config, models)
         print(plan(config, arguments.config, overrides))
         print("dry run: nothing was started")
         return 0
@@ -132,11 +146,14 @@ def inside_torchrun() -> bool:
 
 
 def _check_and_show(config: "Config") -> "dict[str, HFConfig]":
+    from hybridflow.checkpoints.resume import find_start
     from hybridflow.config.ladder import ladder
     from hybridflow.config.preflight import check
     from hybridflow.controller.placement import place
 
     models = check(config)
+    for line in find_start(config).lines:
+        print(line)
     print(place(config).render(), flush=True)
     print(ladder(config, {role: hf.num_layers for role, hf in models.items()}).render(), flush=True)
     return models
@@ -159,6 +176,25 @@ def _show_memory(config: "Config", models: "dict[str, HFConfig]", device: str) -
         print(text, flush=True)
 
 
+def _show_forecast(config: "Config", models: "dict[str, HFConfig]") -> None:
+    """What `hybridflow plan` says of the job as configured, where this node's GPUs are known."""
+    from hybridflow.planner.command import Shown, as_configured, gpu_here
+    from hybridflow.planner.forecast import workload
+    from hybridflow.planner.hardware import Cluster
+    from hybridflow.planner.passes import Machine
+
+    gpu = gpu_here()
+    if gpu:
+        cluster = Cluster(gpu, config.cluster.nodes, config.cluster.ranks_per_node)
+        as_configured(Shown(), config, models, Machine(cluster), workload(config))
+
+
+def _plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from hybridflow.planner.command import plan
+
+    return plan(arguments, overrides)
+
+
 def _warn_of_untested_versions() -> None:
     from hybridflow.check_env import untested_versions
 
@@ -173,15 +209,9 @@ def _check_env(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _convert(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from hybridflow.config.schema import ConfigError
-    from hybridflow.data.gguf import ConversionError, convert_gguf
-    from megatron_ext.hf_config import UnsupportedModel
+    from hybridflow.convert import convert
 
-    try:
-        convert_gguf(arguments.source, arguments.destination)
-    except (ConversionError, UnsupportedModel) as error:
-        raise ConfigError(str(error)) from error
-    print(f"wrote {arguments.destination}")
+    convert(arguments.source, arguments.destination)
     return 0
 
 

@@ -46,6 +46,7 @@ EMBEDDED_SETTINGS = {
     "RAY_worker_oom_score_adjustment": "0",
     # Python's resource trackers, which delete a dead rank's shared memory, are the supervisor's to end
     "RAY_kill_child_processes_on_worker_exit": "0",
+    "RAY_process_group_cleanup_enabled": "0",
 }
 # For every rank: all GPUs of the node stay visible, numbered as Ray numbers them, so that peers can reach each other's.
 RANK_SETTINGS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -45,6 +45,7 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
     """The one program that describes the run: data and rewards, the algorithm over the roles, the trained model."""
     from hybridflow.algorithms.loop import make_algorithm, train
     from hybridflow.algorithms.run import Run
+    from hybridflow.checkpoints.resume import find_start
     from hybridflow.data.sources import open_source
     from hybridflow.data.text import Text
     from hybridflow.metrics.recorder import Recorder
@@ -60,14 +61,15 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
         config.warm_start.correct_fraction,
     )
     roles = handles(config, transport)
+    start = find_start(config)
     with contextlib.ExitStack() as opened:
         scorings = [
             opened.enter_context(contextlib.closing(open_scoring(name, config, roles, text))) for name in config.scores()
         ]
-        recorder = opened.enter_context(Recorder(config.run.dir, config))
+        recorder = opened.enter_context(Recorder(config.run.dir, config, restarts=start.restarts))
         run = Run(config, roles, text, source, scorings, recorder)
         transport.phase = run.where
-        train(run, make_algorithm(run))
+        train(run, make_algorithm(run), start)
 
 
 def main(config_path: str, overrides: list[str]) -> int:

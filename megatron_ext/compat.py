@@ -5,8 +5,11 @@ import dataclasses
 import functools
 import inspect
 import logging
+import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -94,6 +97,85 @@ def mark_experts(chunks: Iterable[torch.nn.Module], own_groups: bool) -> None:
                 parameter.tensor_model_parallel = True
 
 
+# ---------------------------------------------------------------------------------------------------- dist_checkpointing
+
+
+def sharded_tensor(key: str, data: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> Any:
+    """Megatron's word for "`data` is the rectangle at `offset` of the tensor `key` of this `shape`". Rectangles of one tensor
+    may have any sizes (no regular grid), which Megatron leaves to torch's own format since 0.14."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(shape), tuple(offset), axis_fragmentations=None)
+
+
+def sharded_object(key: str, data: object, shape: Sequence[int], offset: Sequence[int]) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return ShardedObject(key, data, tuple(shape), tuple(offset))
+
+
+def start_save(pieces: dict[str, Any], folder: Path, background: bool) -> Any:
+    """Plan a save and return Megatron's request: for `write_here`, or with `background` for an `async_calls_queue`.
+
+    0.19 asks for another package ("nvrx") by default, for saves that wait as well; "mcore" is what 0.16 has. The check that
+    every element is written once is left to torch's planner, which knows rectangles; Megatron's is for regular grids.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    how = accepted(dist_checkpointing.save, {"async_strategy": "mcore"})
+    names = ("_get_write_results_queue", "get_write_results_queue")  # 0.16, 0.19
+    name = next(name for name in names if hasattr(filesystem_async, name))
+    upstream = getattr(filesystem_async, name)
+    if not background:
+        setattr(filesystem_async, name, queue.Queue)
+    try:
+        return dist_checkpointing.save(pieces, str(folder), validate_access_integrity=False, async_sharded_save=True, **how)
+    finally:
+        setattr(filesystem_async, name, upstream)
+
+
+def write_here(request: Any) -> None:
+    """Execute a request in this process, down to the disk.
+
+    Upstream's `execute_sync` starts a manager and, in 0.16, forks a writer for every file, beside the threads of gloo, OpenMP
+    and vLLM. Goes when it writes by itself where nothing is to be overlapped.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    if request.async_fn is not None:
+        transforms = request.async_fn.args[0]
+        results = request.async_fn_args[2]
+        written: dict[int, list] | Exception = {}
+        for number, bucket in enumerate(request.preload_fn()):
+            found, counted = queue.Queue(), queue.Queue()
+            counted.put(number)
+            FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, found, counted, use_fsync=True)
+            _, outcome = found.get()
+            if isinstance(outcome, Exception):
+                written = outcome
+                break
+            written[number] = outcome
+        results.put(written)
+    torch.distributed.barrier()
+    for finalize in request.finalize_fns:
+        finalize()
+
+
+def load_pieces(pieces: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Fill the pieces' tensors in place."""
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load(pieces, str(folder), validate_access_integrity=False)
+
+
+def async_calls_queue() -> Any:
+    """What runs a request beside the training, in a forked process; to be asked on all ranks whether it is done."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    return AsyncCallsQueue()
+
+
 def _route_without_transformer_engine() -> None:
     """Experts without Transformer Engine and on a CPU.
 
@@ -146,10 +228,14 @@ def _quieten() -> None:
     """Drop notes that say nothing to a user of ours, and that each rank would print."""
     # 0.19 announces at every build that GPTModel will be replaced one day; goes when we build its successor
     logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(lambda record: "DEPRECATED" not in record.getMessage())
+    # 0.19 says at every asynchronous save of its own that another package's will replace it; goes when we follow
+    checkpointing = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
+    checkpointing.addFilter(lambda record: "async save is deprecated" not in record.getMessage())
     for message in (
         "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
         # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA
         "When using (async grad allreduce|sequence parallelism) it is recommended",
+        "`load_state_dict` is deprecated",  # of torch's checkpoints, as 0.16 .. 0.19 load them
         "TypedStorage is deprecated",  # gradient buffers that are emptied and filled again, 0.16 .. 0.19
         "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts that etp leaves whole
         r"`torch\.distributed\.\w+_tensor` is deprecated",  # collectives as 0.16 .. 0.19 call them, renamed in torch 2.13
@@ -226,6 +312,22 @@ def world_of(members: Sequence[int], rank: int | None) -> Iterator[None]:
     finally:
         torch.distributed.get_rank, torch.distributed.get_world_size = get_rank, get_world_size
         _members = None
+
+
+@contextlib.contextmanager
+def as_world(group: torch.distributed.ProcessGroup | None) -> Iterator[None]:
+    """Around dist_checkpointing, which saves and loads over the default world: within, that is a role's group. None: it is so.
+
+    Still so of saving in 0.19; can go when upstream saves over a group that it is given.
+    """
+    members = torch.distributed.distributed_c10d.GroupMember
+    whole = members.WORLD
+    if group is not None:
+        members.WORLD = group
+    try:
+        yield
+    finally:
+        members.WORLD = whole
 
 
 @contextlib.contextmanager

@@ -65,10 +65,10 @@ def export_hf(
     shapes = hf_shapes(hf)
     dtype = dtype or next(iter(parameters.values())).dtype
     holders = _holders(tiles, shapes)
-    shards = _shards(shapes, dtype.itemsize, max_shard_bytes)
+    shards = split_into_files(shapes, dtype.itemsize, max_shard_bytes)
     destination = Path(destination).absolute()
     partial = destination.parent / f".{destination.name}.partial"
-    _on_first_rank(lambda: _prepare(Path(model_folder), partial, hf, dtype), rank, group)
+    _on_first_rank(lambda: prepare_folder(Path(model_folder), partial, hf, dtype), rank, group)
     weight_map = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -77,7 +77,7 @@ def export_hf(
         _on_first_rank(lambda t=tensors, f=file: save_file(t, partial / f, metadata={"format": "pt"}), rank, group)
         del tensors
     total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-    _on_first_rank(lambda: _finish(partial, destination, weight_map if len(shards) > 1 else {}, total), rank, group)
+    _on_first_rank(lambda: finish_folder(partial, destination, weight_map if len(shards) > 1 else {}, total), rank, group)
 
 
 def _holders(tiles: Sequence[TileMap], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Held]]:
@@ -102,7 +102,8 @@ def _holders(tiles: Sequence[TileMap], shapes: Mapping[str, tuple[int, ...]]) ->
     return {name: list(regions.values()) for name, regions in found.items()}
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
+def split_into_files(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
+    """The tensors of each file, in the model's order."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -161,14 +162,13 @@ def _on_first_rank(action: Callable[[], None], rank: int, group: dist.ProcessGro
         raise OSError(f"the export failed on rank 0: {failure[0]}")
 
 
-def _prepare(model_folder: Path, partial: Path, hf: HFConfig, dtype: torch.dtype) -> None:
-    if partial.exists():  # of an export that was killed
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+def copy_about(model_folder: Path, destination: Path, hf: HFConfig, dtype: torch.dtype | str) -> None:
+    """Make `destination` an HF folder without weights: config.json for weights in `dtype`, tokenizer, generation config."""
+    destination.mkdir(parents=True)
     for pattern in _COPIED:
         for file in sorted(model_folder.glob(pattern)):
             if file.is_file():
-                shutil.copyfile(file, partial / file.name)
+                shutil.copyfile(file, destination / file.name)
     fields = json.loads((model_folder / "config.json").read_text())
     # transformers 5 writes `dtype`, earlier releases `torch_dtype`; each reads the latter
     keys = [key for key in ("torch_dtype", "dtype") if key in fields] or ["torch_dtype"]
@@ -177,10 +177,18 @@ def _prepare(model_folder: Path, partial: Path, hf: HFConfig, dtype: torch.dtype
     if hf.head == "value":
         fields["architectures"] = [hf.value_architecture]
         fields |= {"id2label": {"0": "value"}, "label2id": {"value": 0}, "classifier_dropout": 0.0}
-    (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    (destination / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _finish(partial: Path, destination: Path, weight_map: dict[str, str], total: int) -> None:
+def prepare_folder(model_folder: Path, partial: Path, hf: HFConfig, dtype: torch.dtype) -> None:
+    """Begin to write an HF folder under a name of its own."""
+    if partial.exists():  # of an export that was killed
+        shutil.rmtree(partial)
+    copy_about(model_folder, partial, hf, dtype)
+
+
+def finish_folder(partial: Path, destination: Path, weight_map: dict[str, str], total: int) -> None:
+    """Give it its own name; `weight_map` (tensor -> file) is empty where there is one file."""
     if weight_map:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -5,8 +5,9 @@ Engine's, apex's or torch's, in the order in which Megatron finds them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 from megatron_ext import compat
 
 SCHEDULES = ("constant", "linear", "cosine")
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,21 @@ def wrap(
     if overlap_grad_reduce:  # all micro-batches but the last only add up
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
+
+
+class Share(NamedTuple):
+    """What a rank's optimizer keeps of one parameter: of the elements [start, stop) of the flattened local tensor.
+
+    Attributes:
+        tensors: flat fp32 by name: `exp_avg` and `exp_avg_sq` after the first update, `master` of a 16-bit parameter.
+        group: the ranks that share the parameter's elements among each other.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    tensors: dict[str, Tensor]
+    group: dist.ProcessGroup
 
 
 class Optimizer:
@@ -161,6 +178,44 @@ class Optimizer:
                 " parameters from outside call Optimizer.reload()"
             )
         self._masters_checked = True
+
+    def shares(self) -> Iterator[Share]:
+        """What this rank keeps, parameter by parameter; the tensors are the optimizer's own."""
+        for optimizer in self.megatron.chained_optimizers:
+            if optimizer.is_stub_optimizer:
+                continue
+            parameters = optimizer.model_float16_groups + optimizer.model_fp32_groups
+            mains = optimizer.shard_fp32_from_float16_groups + optimizer.shard_fp32_groups
+            for groups in zip(parameters, mains, strict=True):
+                for parameter, main in zip(*groups, strict=True):
+                    held = optimizer._get_model_param_range_map(parameter)["param"]
+                    state = optimizer.optimizer.state.get(main, {})
+                    tensors = {name: state[name] for name in ADAM_STATES if name in state}
+                    if parameter.dtype != torch.float32:  # fp32 parameters are their own masters
+                        tensors["master"] = main
+                    yield Share(parameter, held.start, held.end, tensors, optimizer.data_parallel_group)
+
+    @torch.no_grad()
+    def prime(self, updates: int) -> None:
+        """Give a fresh optimizer the states of one after `updates` updates, its moments still zero, for a checkpoint's to be
+        read into. torch's AdamW counts its steps by parameter, each in a tensor of its own; Transformer Engine's and apex's by
+        group."""
+        self.updates = updates
+        for optimizer in self._inner() if updates else ():
+            by_parameter = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.state[parameter] |= {name: torch.zeros_like(parameter) for name in ADAM_STATES}
+                    if by_parameter:
+                        optimizer.state[parameter]["step"] = torch.tensor(float(updates))
+                if not by_parameter and group["params"]:
+                    group["step"] = updates
+
+    def adam_steps(self) -> set[int]:
+        """The numbers of updates that Adam's bias correction counts with: a single one, `updates`, unless something is wrong;
+        none before the first update."""
+        states = {int(state["step"]) for o in self._inner() for state in o.state.values() if "step" in state}
+        return states | {int(group["step"]) for o in self._inner() for group in o.param_groups if "step" in group}
 
     def _masters(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's fp32 masters, each with the part of a 16-bit parameter that it stands for."""

@@ -103,7 +103,9 @@ def test_ray_gives_what_torchrun_gives(jobs):
     for step, other in zip(ours, theirs, strict=True):
         same = [name for name in step if name.partition("/")[0] not in ("time", "perf", "memory")]
         assert len(same) > 15
-        assert {name: step[name] for name in same} == pytest.approx({name: other[name] for name in same}, rel=0, abs=1e-6)
+        for name in same:  # approx does not take None, for what a step does not measure
+            near = pytest.approx(other[name], rel=0, abs=1e-6) if isinstance(other[name], float) else other[name]
+            assert step[name] == near, name
     samples = [(jobs[name][0] / "samples.jsonl").read_text() for name in ("ray", "quick")]
     assert samples[0] == samples[1]
 

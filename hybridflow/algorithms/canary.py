@@ -5,6 +5,7 @@ that was not written, a stale cache), or no longer compute the same thing.
 """
 
 import statistics
+from typing import Any
 
 JUMP = 3.0  # times the median of the run so far
 LEARN = 3  # measurements before a jump can be told from the run's own level
@@ -29,6 +30,13 @@ class Canary:
         self._floor, self._ceiling = FLOOR[coarser] * scale, CEILING[coarser] * scale
         self._gaps: list[float] = []  # of healthy steps
         self._alarms = 0  # in a row
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON can hold it."""
+        return {"gaps": self._gaps, "alarms": self._alarms}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._gaps, self._alarms = list(state["gaps"]), state["alarms"]
 
     def look(self, gap: float) -> str:
         """What to say about this step's mean absolute difference of log-probs; empty when nothing stands out."""

@@ -16,6 +16,7 @@ from hybridflow.algorithms.canary import Canary
 from hybridflow.algorithms.kl import KLCoefficient
 from hybridflow.algorithms.losses import means, token_kl
 from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
+from hybridflow.algorithms.reports import OF_THE_STEP, bubbles, by_phase, merge_sums
 from hybridflow.algorithms.skipped import Skipped
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
@@ -29,7 +30,7 @@ from hybridflow.metrics.timeline import Timeline
 from hybridflow.rewards.samples import Sample, samples_of
 from hybridflow.rewards.scoring import Scored, Scoring
 from hybridflow.rollout.engine import Sampling
-from megatron_ext.intervals import Pass, bubble
+from megatron_ext.intervals import Pass
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
@@ -44,7 +45,6 @@ class CriticFields(NamedTuple):
 
 
 CRITICS = {"critic": CriticFields("values", "returns"), "cost_critic": CriticFields("cost_values", "cost_returns")}
-_OF_THE_STEP = ("grad_norm", "lr", "skipped")  # what an update reports once, the same on every rank; the rest are sums
 
 
 def per_token(values: Tensor, samples: Batch) -> list[Tensor]:
@@ -92,6 +92,34 @@ class Run:
         """What the run is at, for messages."""
         step = f"step {self.step_index}" if self.step_index else "before the first step"
         return f"{step}, {self.recorder.latest_phase or 'start'}"
+
+    # --- checkpoints
+
+    def saved_roles(self) -> list[RoleHandle]:
+        """Whose weights a checkpoint holds; the engine's are the actor's."""
+        return self._trained() if self.reference is None else [*self._trained(), self.reference]
+
+    def start_saved_training(self) -> None:
+        """Fresh optimizers for a checkpoint's states to be read into."""
+        for role in self._trained():
+            role.start_training(optimizer_settings(self.config.trained_roles()[role.name].optimizer)).result()
+
+    def state(self) -> dict[str, Any]:
+        """What goes on from step to step, as JSON can hold it."""
+        return {
+            "step": self.step_index,
+            "position": self.position,
+            "dropped": self.source.dropped,
+            "kl_coefficient": self.kl.value,
+            "canary": self._canary.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`. A KL coefficient that nothing adapts is the config's."""
+        self.step_index, self.position, self.source.dropped = state["step"], state["position"], state["dropped"]
+        if self.kl.target:
+            self.kl.value = state["kl_coefficient"]
+        self._canary.load_state(state["canary"])
 
     # --- data
 
@@ -385,7 +413,7 @@ class Run:
 
     def start_training(self, optimizer: OptimizerConfig | None = None) -> None:
         """Begin with a fresh optimizer: the actor's own, or another phase's."""
-        self.actor.start_training(_settings(optimizer or self.config.roles.actor.optimizer)).result()
+        self.actor.start_training(optimizer_settings(optimizer or self.config.roles.actor.optimizer)).result()
 
     def start_policy_training(self) -> None:
         """The reference, where there is one, becomes a copy of the policy as it is now; the optimizer is a fresh one."""
@@ -399,7 +427,7 @@ class Run:
         for name, critic in self.critics.items():
             if self.config.model_path(name) == self.config.model_path("actor"):
                 critic.copy_from("actor").result()
-            critic.start_training(_settings(self.config.trained_roles()[name].optimizer)).result()
+            critic.start_training(optimizer_settings(self.config.trained_roles()[name].optimizer)).result()
 
     def policy_objective(self) -> PolicyObjective:
         """The policy's loss as the config says, with the KL coefficient of this step."""
@@ -450,7 +478,7 @@ class Run:
 
     def _note_update(self, role: str, sums: dict[str, float], shards: list[dict[str, float]], batch: Batch) -> dict[str, float]:
         """An update's metrics as means, which are noted down for the step's."""
-        numbers = means(sums) | {name: shards[0][name] for name in _OF_THE_STEP}
+        numbers = means(sums) | {name: shards[0][name] for name in OF_THE_STEP}
         if numbers["skipped"]:
             norm = numbers["grad_norm"]
             self.recorder.line(f"warning: update of the {role} skipped, its gradient's norm is {norm}: nothing was changed")
@@ -461,16 +489,16 @@ class Run:
     def begin_step(self) -> None:
         """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
-        self.metrics, self._updates = {}, {name: [] for name in self._updates}
+        saving = self.recorder.take_phases().get("save")  # since the last step: what it waited for a checkpoint
+        self.metrics, self._updates = {} if saving is None else {"time/save": saving}, {name: [] for name in self._updates}
         self._scored = {name: Counter() for name in self._scored}
         self._samplings = []
         self._bytes_before = self.courier.bytes
         self.throughput.reset()
-        self.recorder.take_phases()
-        self._memory()
         if self._timeline:
-            self._timeline.begin_step()
             self._passes()
+            self._timeline.begin_step()
+        self._memory()
 
     def finish_step(self) -> None:
         """Complete the step's metrics and hand them to the recorder."""
@@ -488,8 +516,9 @@ class Run:
         metrics |= self._memory()
         metrics |= self.throughput.finish(self.recorder.seconds())
         if self._timeline:
+            self._timeline.end_step()
             self.passes = self._passes()
-            metrics |= _bubbles(self.passes["actor"])
+            metrics |= bubbles(self.passes["actor"])
             pipelines = {name: (role.ranks, self.passes[name]) for name, role in self._metered().items()}
             self._timeline.write(self.step_index, self.recorder.spans, pipelines)
         self.recorder.log(metrics)
@@ -504,7 +533,7 @@ class Run:
 
     def _memory(self) -> dict[str, int]:
         """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
-        reports = [_by_phase(report) for report in self.worker.memory().result()]
+        reports = [by_phase(report) for report in self.worker.memory().result()]
         phases = {phase: None for report in reports for phase in report}  # in the order of the step
         return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
 
@@ -514,50 +543,5 @@ def _wait_for(calls: list[Future]) -> None:
         call.result()
 
 
-def _bubbles(passes: list[Pass]) -> dict[str, float]:
-    """pipeline/bubble_* of the passes that train: the mean stage and the one that idles most."""
-    training = [one for one in passes if any(interval.kind == "backward" for rank in one for interval in rank)]
-    if not training:
-        return {}
-    idle = bubble(training)
-    return {"pipeline/bubble_mean": idle.mean, "pipeline/bubble_max": idle.max}
-
-
-def _settings(optimizer: OptimizerConfig) -> OptimizerSettings:
+def optimizer_settings(optimizer: OptimizerConfig) -> OptimizerSettings:
     return OptimizerSettings(**dataclasses.asdict(optimizer) | {"betas": tuple(optimizer.betas)})
-
-
-def merge_sums(shards: list[dict[str, float]]) -> dict[str, float]:
-    """Metric sums of the data-parallel ranks added up; names ending in `_max` by their maximum."""
-    merge = {name: max if name.endswith("_max") else sum for name in shards[0] if name not in _OF_THE_STEP}
-    return {name: how(shard[name] for shard in shards) for name, how in merge.items()}
-
-
-_PHASES = {
-    "actor.make_room": "make_room",
-    "rollout.wake_weights": "wake_weights",
-    "rollout.receive": "reshard",
-    "actor.release_weights": "release",
-    "rollout.wake_kv_cache": "wake",
-    "rollout.generate": "rollout",
-    "rollout.sleep": "sleep",
-    "actor.restore": "restore",
-    "reference.log_probs": "reference",
-    "actor.log_probs": "log_probs",
-    "actor.update": "update",
-    **{f"{name}.{call}": "make_room" for name in CRITICS for call in ("make_room", "release_weights")},
-    **{f"{name}.restore": "restore" for name in CRITICS},
-    **{f"{name}.values": "values" for name in CRITICS},
-    **{f"{name}.update": f"update_{name}" for name in CRITICS},
-    "reward.scores": "reward",
-    "cost.scores": "cost",
-}
-
-
-def _by_phase(memory: dict[str, int]) -> dict[str, int]:
-    """A rank's bytes in use by call, as the highest by phase of the step."""
-    found: dict[str, int] = {}
-    for call, size in memory.items():
-        phase = _PHASES.get(call, call)
-        found[phase] = max(found.get(phase, 0), size)
-    return found

@@ -47,6 +47,12 @@ class SafeRLHF(PPO):
         s = run.config.algorithm
         self.multiplier = CostMultiplier(s.lambda_init, s.cost_limit, s.lambda_lr, s.lambda_max)
 
+    def state(self) -> dict[str, float]:
+        return {"lambda": self.multiplier.value}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.multiplier.value = state["lambda"]
+
     def step(self, problems: list[Problem]) -> None:
         run = self.run
         samples = self.sample(problems)

@@ -82,11 +82,11 @@ def _check_head(config: Config, name: str) -> None:
         )
 
 
-def _tokenizer(folder: str) -> "PreTrainedTokenizerBase":
+def _tokenizer(folder: str, trust: bool = False) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:  # what transformers raises for broken files
         raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded: {_one_line(error)}") from error
 
@@ -96,7 +96,7 @@ def _check_same_tokens(config: Config, vocabulary: dict[str, int]) -> None:
     scoring = config.scoring_roles()
     for name in {**config.megatron_roles(), **scoring}:
         if name in scoring and scoring[name].retokenize != "never":
-            _tokenizer(config.model_path(name))
+            _tokenizer(config.model_path(name), scoring[name].trust_remote_code)
             continue
         actors, folder = config.model_path("actor"), config.model_path(name)
         if folder != actors and _tokenizer(folder).get_vocab() != vocabulary:

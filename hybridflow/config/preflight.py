@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoints.resume import find_start
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder, expected_tensors
@@ -57,6 +58,7 @@ _AT_LEAST = {
     "resharding.verify_every": 0,
     "run.steps": 0,
     "run.save_every": 0,
+    "run.keep_checkpoints": 0,
     "run.port": 0,
     "run.hang_minutes": 0,
     "run.max_skipped": 0,
@@ -121,28 +123,15 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     Raises:
         ConfigError: one line. `run_folder=False` leaves out the check of `run.dir`, once the run has begun to write there.
     """
-    _check_not_yet(config)
-    _check_numbers(config)
-    _check_launcher(config)
-    _check_cluster(config)
-    _check_offload(config)
-    _check_name(config)
-    _check_algorithm(config)
-    check_scores(config)
-    _check_libraries(config)
-    models = {role: _read_model(config, role) for role in config.megatron_roles()}
-    for role, hf in models.items():
-        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
-        _check_layout(config, role, hf)
-    _check_rollout(config, models["actor"])
-    _check_lengths(config, models)
+    models = check_shapes(config)
     for role, hf in models.items():
         check_model_folder(Path(config.model_path(role)), hf)
     for role in config.scoring_roles():
         if role not in models:
             check_classifier(config, role)
     if run_folder:
-        check_run_folder(Path(config.run.dir), config.run.overwrite)
+        start = find_start(config)
+        check_run_folder(Path(config.run.dir), config.run.overwrite or start.own or start.restarts)
         check_space(Path(config.run.dir), _export_bytes(config, models["actor"]))
     check_data(config)
     if config.run.replay:
@@ -159,6 +148,29 @@ def _export_bytes(config: Config, hf: HFConfig) -> int:
     """Of the trained model as an HF folder."""
     size = {"float32": 4, "bfloat16": 2}[config.dtype("actor")]
     return size * sum(math.prod(shape) for shape in expected_tensors(hf).values())
+
+
+def check_shapes(config: Config) -> dict[str, HFConfig]:
+    """What can be checked with the models' `config.json` alone, before there are weights, data or a folder for the run.
+
+    Returns and raises as `check`.
+    """
+    _check_not_yet(config)
+    _check_numbers(config)
+    _check_launcher(config)
+    _check_cluster(config)
+    _check_offload(config)
+    _check_name(config)
+    _check_algorithm(config)
+    check_scores(config)
+    _check_libraries(config)
+    models = {role: _read_model(config, role) for role in config.megatron_roles()}
+    for role, hf in models.items():
+        check_schedule(f"roles.{role}", config.megatron_roles()[role], hf)
+        _check_layout(config, role, hf)
+    _check_rollout(config, models["actor"])
+    _check_lengths(config, models)
+    return models
 
 
 def check_devices(config: Config) -> str:
@@ -223,8 +235,6 @@ def _check_not_yet(config: Config) -> None:
     for name, role in config.megatron_roles().items():
         if role.cp > 1:
             raise ConfigError(f"roles.{name}.cp={role.cp} is not supported yet: use 1")
-    if config.run.save_every:
-        raise ConfigError(f"run.save_every={config.run.save_every}: checkpoints are not supported yet: use 0")
 
 
 def _check_numbers(config: Config) -> None:
@@ -341,7 +351,7 @@ def _check_launcher(config: Config) -> None:
 def _check_resources(key: str, node: Any, amounts: Any, nodes: int) -> None:
     names = [f"node{number}" for number in range(nodes)]
     if node not in names:
-        raise ConfigError(f"{key}: cluster.nodes={nodes} are {either(names)}")
+        raise ConfigError(f"{key}: cluster.nodes={nodes} has {', '.join(names)}")
     if not isinstance(amounts, dict):
         raise ConfigError(f"{key}={amounts} is not a section of amounts, such as {{H200: 1}}")
     for name, amount in amounts.items():

@@ -290,8 +290,11 @@ class RunConfig:
     dir: str = MISSING
     steps: int = 100
     seed: int = 1
-    save_every: int = 0  # checkpoint every so many steps; 0: only the trained model at the end
-    resume: Literal["auto", "never"] = "auto"
+    save_every: int = 0  # checkpoint every so many steps, and after the last; 0: only the trained model at the end
+    keep_checkpoints: int = 2  # the newest so many; 0: all
+    keep_best: bool = True  # and the best: by the accuracy where evaluation.every is set, else by the step's mean reward
+    # auto: go on from the newest whole checkpoint in `dir`, where there is one; never; or the folder of a checkpoint or a run
+    resume: str = "auto"
     overwrite: bool = False  # delete the run that `dir` holds
     profile: bool = False  # write every rank's calls as timeline/step-N.json, which opens in Perfetto
     save_rollouts: bool = False  # keep every step's responses with their log-probs in rollouts/step-N.safetensors

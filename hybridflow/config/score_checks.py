@@ -53,6 +53,16 @@ def check_classifier(config: Config, role: str) -> None:
         raise ConfigError(f"{folder}/config.json is not the config of a model: {error}") from error
     if labels != 1:
         raise ConfigError(f"roles.{role}.model.path: {folder} has {labels} labels, a model that scores has 1 (id2label)")
+    longest, limit = (
+        config.sampling.max_prompt_tokens + config.sampling.max_response_tokens,
+        fields.get("max_position_embeddings"),
+    )
+    if isinstance(limit, int) and longest > limit:
+        raise ConfigError(
+            f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens} + sampling.max_response_tokens="
+            f"{config.sampling.max_response_tokens} = {longest} is more than the {role}'s max_position_embeddings={limit}:"
+            " lower one of them"
+        )
     if not sum(prod(shape) for shape in tensor_shapes(folder).values()):
         raise ConfigError(f"model folder {folder} holds no weights")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

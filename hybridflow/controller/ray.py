@@ -24,7 +24,7 @@ from hybridflow.controller.waiting import waiting
 from hybridflow.controller.worker import Call
 
 BEAT = 5.0  # seconds between two signs of life of a rank
-SILENCE = 40.0  # seconds without one after which a rank counts as lost
+SILENCE = 30.0  # seconds without one after which a rank counts as lost
 LAST_WORDS = 1.0  # seconds for what a dying rank printed to arrive, and for the faults of its peers
 _FIRST_BEAT = 300.0  # seconds until a rank must have imported what its first call needs
 _STORE_TIMEOUT = datetime.timedelta(minutes=10)

@@ -51,6 +51,7 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
     address = config.cluster.address
     try:
         if address:
+            _check_somebody_listens(address)
             with waiting(f"the Ray cluster at {address} to answer"):
                 ray.init(address=address, runtime_env={"env_vars": environment}, **common)
         else:
@@ -59,7 +60,9 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
             gpus = ranks if device == "cuda" else 0
             own = {"address": "local", "include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
             ray.init(num_cpus=ranks, num_gpus=gpus, **own, **common)
-    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+    except (OSError, ray.exceptions.AuthenticationError) as error:
+        if not address:
+            raise
         raise ConfigError(f"cluster.address={address}: this Ray cluster cannot be joined: {_first_line(error)}") from error
     worker._worker_logs_enabled = False  # Ray's own printer, which also has remarks of the raylet
     global_worker_stdstream_dispatcher.add_handler("hybridflow", _show)
@@ -67,6 +70,17 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
         yield
     finally:
         ray.shutdown()
+
+
+def _check_somebody_listens(address: str) -> None:
+    """Ray itself tries for minutes.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
 
 
 def _keep_to_this_host() -> None:

@@ -14,6 +14,7 @@ Lives in the driver only.
 import contextlib
 import io
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from hybridflow.metrics.summary import Evaluation, History, summarize
 MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns ...
 MEMORY_GROWTH_BYTES = 256 << 20  # ... unless it is less than this: a process that fills its caches
 PLOT_EVERY = 10
+RECORDS = ("metrics.jsonl", "samples.jsonl", "warm_start.jsonl", "evaluation.jsonl")
 
 
 @dataclass
@@ -50,10 +52,11 @@ class Phase:
 class Recorder:
     """The driver's notebook of a run; every line is on disk when a call returns."""
 
-    def __init__(self, run_dir: str | Path, config: Config, stream: TextIO | None = None):
-        """`stream`: where the console output goes (stdout). Deletes an earlier run's files when `run.overwrite` is set."""
+    def __init__(self, run_dir: str | Path, config: Config, stream: TextIO | None = None, restarts: bool = False):
+        """`stream`: where the console output goes (stdout). Deletes an earlier run's files when it `restarts` or
+        `run.overwrite` is set."""
         self.folder = Path(run_dir)
-        if config.run.overwrite:
+        if config.run.overwrite or restarts:
             prepare_run_folder(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         save(config, self.folder / "config.yaml")
@@ -66,6 +69,7 @@ class Recorder:
         self._phases: dict[str, float] = {}
         self.spans: list[Phase] = []  # of the step that is logged next
         self._step_started: float | None = None
+        self._steps_here = 0  # since this process began
         self._memory_at_third: dict[str, float] = {}
         self._memory_warned: set[str] = set()
 
@@ -117,6 +121,7 @@ class Recorder:
             metrics.setdefault(f"time/{name}", seconds)
         self.take_phases()
         self.history.steps.append(metrics)
+        self._steps_here += 1
         self._write("metrics.jsonl", metrics)
         self._scalars(metrics["step"], metrics)
         self._console.step(metrics)
@@ -142,6 +147,34 @@ class Recorder:
         self._write("evaluation.jsonl", {"step": step, "accuracy": float(accuracy), "problems": problems, "seconds": seconds})
         self._scalars(step, {"evaluation/accuracy": float(accuracy)})
         self._console.line(f"greedy accuracy on {problems} problems after {step} steps: {accuracy:.3f}")
+
+    def position(self) -> dict[str, int]:
+        """How far the records have come, for a checkpoint: the bytes of each file."""
+        return {name: (self.folder / name).stat().st_size for name in RECORDS if (self.folder / name).exists()}
+
+    def go_on(self, position: dict[str, int], step: int) -> None:
+        """Go on after `step` from a checkpoint's `position`: what was recorded after it is cut off, so that no step is there
+        twice, and what came before is known again.
+
+        Raises:
+            ValueError: a file is shorter than it was: its lines are lost.
+        """
+        for name in RECORDS:
+            path, size = self.folder / name, position.get(name, 0)
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise ValueError(f"{path} has {found} bytes, the checkpoint of step {step} says {size}: it was cut or replaced")
+            if found:
+                os.truncate(path, size)
+        self.history.steps = self._rows("metrics.jsonl")
+        self.history.warm_start = self._rows("warm_start.jsonl")
+        self.history.evaluations = [Evaluation(**row) for row in self._rows("evaluation.jsonl")]
+        self._tensorboard.close()
+        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def line(self, text: str) -> None:
         """Show a line on the console, above the live table where there is one."""
@@ -179,7 +212,7 @@ class Recorder:
     def _watch_memory(self, metrics: dict[str, Any]) -> None:
         """The first steps fill caches; what grows after the third is a leak until shown otherwise."""
         peaks = {name: value for name, value in metrics.items() if name.startswith("memory/peak_bytes/") and value}
-        if len(self.history.steps) == 3:
+        if self._steps_here == 3:
             self._memory_at_third = peaks
         grown = {name: value - self._memory_at_third.get(name, value) for name, value in peaks.items()}
         least = {name: max((MEMORY_GROWTH - 1) * (peaks[name] - more), MEMORY_GROWTH_BYTES) for name, more in grown.items()}

@@ -77,8 +77,9 @@ def _learned(history: History) -> dict[str, Any]:
 
 
 def _times(history: History) -> dict[str, Any]:
-    """Median step time and every phase's share of all steps' time; `other` is what no phase covers."""
-    total = sum(step.get("time/step") or 0.0 for step in history.steps)
+    """Median step time and every phase's share of all steps' time and of the saves between them; `other` is what no phase
+    covers."""
+    total = sum((step.get("time/step") or 0.0) + (step.get("time/save") or 0.0) for step in history.steps)
     if not total:
         return {"step_seconds_median": None, "time_shares": {}}
     names = sorted({name for step in history.steps for name in step if name.startswith("time/") and name != "time/step"})

@@ -4,20 +4,14 @@ from collections.abc import Sequence
 
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config
+from hybridflow.planner.counts import forward_flops
 from hybridflow.planner.hardware import gpu
 from megatron_ext.hf_config import HFConfig
 
 
 def training_flops(hf: HFConfig, lengths: Sequence[int]) -> float:
-    """Operations of one forward and backward pass over sequences of these lengths.
-
-    6 N T + 12 L A sum(l^2): N weights in matrix products (the output layer counted, the embedding look-up not; of experts those
-    that a token goes to, and the router), T tokens, L layers, A = heads x head size. Causal attention is not discounted,
-    recomputation not counted (as in the appendix of PaLM, arXiv 2204.02311, summed over packed sequences).
-    """
-    weights = hf.num_layers * hf.layer_weights + hf.vocab_size * hf.hidden_size
-    attention = 12.0 * hf.num_layers * hf.attention_size
-    return 6.0 * weights * sum(lengths) + attention * sum(length * length for length in lengths)
+    """Operations of one forward and backward pass over sequences of these lengths; recomputation is not counted."""
+    return 3.0 * forward_flops(hf, lengths)
 
 
 class Throughput:

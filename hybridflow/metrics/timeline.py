@@ -53,19 +53,23 @@ class Timeline:
         self._folder.mkdir(exist_ok=True)
         ranks.record_calls().result()
         self._hosts, self._ahead = read_clocks(ranks)
+        self._calls: list[list[Span]] = []
 
     def begin_step(self) -> None:
         """What the ranks did before is no part of the step."""
         self._ranks.calls().result()
 
-    def write(self, step: int, phases: Sequence[PhaseLike], pipelines: Mapping[str, tuple[Sequence[int], list[Pass]]]) -> None:
-        """`pipelines`: by role its ranks, and the passes of its schedule."""
-        calls = [
+    def end_step(self) -> None:
+        """Nor is what they do from now on."""
+        self._calls = [
             [Span(name, start - ahead, end - ahead) for name, start, end in spans]
             for spans, ahead in zip(self._ranks.calls().result(), self._ahead, strict=True)
         ]
+
+    def write(self, step: int, phases: Sequence[PhaseLike], pipelines: Mapping[str, tuple[Sequence[int], list[Pass]]]) -> None:
+        """The step that has ended. `pipelines`: by role its ranks, and the passes of its schedule."""
         worked = {role: self._worked(ranks, passes) for role, (ranks, passes) in pipelines.items() if passes}
-        (self._folder / f"step-{step}.json").write_text(json.dumps(trace(phases, calls, self._hosts, worked)))
+        (self._folder / f"step-{step}.json").write_text(json.dumps(trace(phases, self._calls, self._hosts, worked)))
 
     def _worked(self, ranks: Sequence[int], passes: list[Pass]) -> Pass:
         """All passes as one, by the driver's clock."""

@@ -1,11 +1,10 @@
 """What a job keeps on a GPU at each stage of a step, from shapes alone, and what training lets go of so that it fits.
 
 A lower bound: activations, communicators and CUDA's own needs come on top. So what does not fit here surely fails, and is
-refused before anything starts; what fits may still be too tight. Importing this imports no torch; a footprint does.
+refused before anything starts; what fits may still be too tight (forecast.py adds those). Imports no torch.
 """
 
-import shutil
-import subprocess
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, prod
@@ -14,6 +13,8 @@ from typing import NamedTuple
 
 from hybridflow.config.model_folder import tensor_shapes
 from hybridflow.config.schema import Config, ConfigError
+from hybridflow.planner.counts import ITEMSIZE, stage_elements
+from hybridflow.planner.hardware import memory_sizes
 from hybridflow.rollout import tiles as rollout_tiles
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
@@ -22,7 +23,6 @@ GIB = 1 << 30
 # What CUDA, two libraries' communicators and workspaces take beside all that is counted here. Only the choice of
 # release_weights=auto leaves room for it: releasing costs milliseconds, running out of memory the job.
 BESIDE = 4 * GIB
-_ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _FROZEN = ("reference", "reward", "cost")
 
 
@@ -49,12 +49,14 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`stages`: what is on the fullest GPU in each stage of a step. `total`: the GPU's bytes, None where unknown.
+    """`stages`: what is on the fullest GPU in each stage of a step. `by_rank`: on one rank of every combination of pipeline
+    stages. `total`: the GPU's bytes, None where unknown.
 
     `releases`: by trained role. `host_bytes`: page-locked memory for what is offloaded, on the fullest node.
     """
 
     stages: dict[str, tuple[Part, ...]]
+    by_rank: dict[int, dict[str, tuple[Part, ...]]]
     releases: dict[str, Release]
     host_bytes: int
     total: int | None
@@ -76,24 +78,25 @@ class MemoryPlan:
 def footprint(hf: HFConfig, layout: Layout, rank: int, dtype: str, trained: bool) -> Footprint:
     """A Megatron role's weights on one rank; of a trained one also the fp32 gradients, and the rank's share of Adam's two
     moments and, for 16-bit weights, of the masters."""
-    from megatron_ext import weights
-
-    shapes = weights.local_shapes(hf, layout, rank)
-    experts = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
-    elements = sum(prod(shape) for shape in shapes.values())
-    itemsize = _ITEMSIZE[dtype]
+    held = stage_elements(hf, layout)[layout.coordinates(rank).pp]
+    itemsize = ITEMSIZE[dtype]
     if not trained:
-        return Footprint(elements * itemsize)
+        return Footprint(held.all * itemsize)
     # context-parallel ranks share the optimizer's work as data-parallel ones do; experts have groups of their own
-    share = (elements - experts) / (layout.dp * layout.cp)
-    share += experts / (layout.world_size // (layout.pp * layout.ep * layout.etp))
-    return Footprint(elements * itemsize, 4 * elements, int(share * (12 if itemsize == 2 else 8)))
+    share = held.dense / (layout.dp * layout.cp) + held.experts / layout.edp
+    return Footprint(held.all * itemsize, 4 * held.all, int(share * (12 if itemsize == 2 else 8)))
 
 
 def engine_weights(config: Config, hf: HFConfig) -> int:
     """Bytes of vLLM's weights on one rank."""
-    shapes = rollout_tiles.local_shapes(hf, config.roles.rollout.tp, 0, config.roles.rollout.expert_parallel)
-    return _ITEMSIZE[config.dtype("rollout")] * sum(prod(shape) for shape in shapes.values())
+    rollout = config.roles.rollout
+    return ITEMSIZE[config.dtype("rollout")] * engine_elements(hf, rollout.tp, rollout.expert_parallel)
+
+
+@functools.cache
+def engine_elements(hf: HFConfig, tp: int, expert_parallel: bool = False) -> int:
+    """Parameters of one rank of an engine."""
+    return sum(prod(shape) for shape in rollout_tiles.local_shapes(hf, tp, 0, expert_parallel).values())
 
 
 def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | None) -> MemoryPlan:
@@ -102,10 +105,9 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     Args:
         models: of the Megatron roles, by name.
     """
-    ranks = _representatives(config)
-    kept = [_kept(config, models, rank) for rank in ranks]
+    kept = {rank: _kept(config, models, rank) for rank in _representatives(config)}
     sizes = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
-    engines = [sizes if rank in config.ranks("rollout") else (0, 0) for rank in ranks]
+    engines = {rank: sizes for rank in kept if rank in config.ranks("rollout")}
     trained = config.trained_roles()
     may = {
         name: role.release_weights != "never" and config.dtype(name) != "float32" and "params" not in role.offload
@@ -114,12 +116,11 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
     always = {name: role.release_weights == "always" and may[name] for name, role in trained.items()}
     releases = {name: Release("grads" in role.offload or always[name], always[name]) for name, role in trained.items()}
 
+    def by_rank() -> dict[int, dict[str, tuple[Part, ...]]]:
+        return {rank: _stages(config, parts, *engines.get(rank, (0, 0)), releases) for rank, parts in kept.items()}
+
     def stages(only_beside_engines: bool = False) -> dict[str, tuple[Part, ...]]:
-        found = [
-            _stages(config, parts, *engine, releases)
-            for parts, engine in zip(kept, engines, strict=True)
-            if engine[0] or not only_beside_engines
-        ]
+        found = [stage for rank, stage in by_rank().items() if rank in engines or not only_beside_engines]
         return {name: max((stage[name] for stage in found), key=_sum) for name in found[0]}
 
     def tight() -> bool:
@@ -132,8 +133,8 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
         releases |= {name: Release(True, releases[name].weights) for name in beside}
     if tight():
         releases |= {name: Release(True, may[name]) for name in beside}
-    host = max(_offloaded(config, parts) for parts in kept) * config.cluster.ranks_per_node
-    return MemoryPlan(stages(), releases, host, total)
+    host = max(_offloaded(config, parts) for parts in kept.values()) * config.cluster.ranks_per_node
+    return MemoryPlan(stages(), by_rank(), releases, host, total)
 
 
 def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan, host_total: int) -> None:
@@ -164,13 +165,8 @@ def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan,
 
 
 def gpu_total() -> int | None:
-    """Bytes of this node's smallest GPU as nvidia-smi says, or None without it. Touches no GPU: a context takes memory."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    sizes = [int(line) for line in found.stdout.split("\n") if line.strip().isdigit()]
-    return min(sizes) << 20 if sizes else None
+    """Bytes of this node's smallest GPU as nvidia-smi says, or None without it."""
+    return min(memory_sizes(), default=None)
 
 
 def _representatives(config: Config) -> list[int]:
@@ -198,7 +194,7 @@ def _kept(config: Config, models: Mapping[str, HFConfig], rank: int) -> dict[str
 def _whole(config: Config, name: str) -> Footprint:
     """Of a classifier that transformers runs."""
     elements = sum(prod(shape) for shape in tensor_shapes(Path(config.model_path(name))).values())
-    return Footprint(elements * _ITEMSIZE[config.dtype(name)])
+    return Footprint(elements * ITEMSIZE[config.dtype(name)])
 
 
 def _awake(config: Config, hf: HFConfig, total: int | None) -> int:

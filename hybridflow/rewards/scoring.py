@@ -118,4 +118,5 @@ def _as_tokens(name: str, config: Config, text: Text) -> Callable[[Sample], list
         return lambda sample: sample.tokens
     model = AutoConfig.from_pretrained(folder, **trust).get_text_config()
     budget = role.forward_micro_batch_tokens // role.tp * role.tp
-    return Retokenizer(tokenizer, text, min(model.max_position_embeddings, tokenizer.model_max_length, budget))
+    longest = getattr(model, "max_position_embeddings", budget)  # not all architectures have a limit
+    return Retokenizer(tokenizer, text, min(longest, tokenizer.model_max_length, budget))

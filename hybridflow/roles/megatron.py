@@ -13,16 +13,20 @@ from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
 from hybridflow.data.packing import partition
 from hybridflow.roles.transfer import WeightTransfer
-from megatron_ext import device, layers, model, step, weights
+from megatron_ext import checkpoint, device, layers, model, step, weights
 from megatron_ext.bubble import BubbleMeter
 from megatron_ext.intervals import Interval
 from megatron_ext.memory import weights_are_away
+from megatron_ext.optimizer import Optimizer
 from megatron_ext.parallel import ParallelState
 from megatron_ext.tiles import TileMap
 
 
 class MegatronRole(Role):
     """A GPTModel under TP x PP x DP on all or some ranks of its pool, loaded from an HF folder."""
+
+    optimizer: Optimizer | None = None
+    _pending: checkpoint.PendingSave | None = None
 
     def __init__(self, name: str, config: Config):
         self.name, self.config = name, config
@@ -81,6 +85,31 @@ class MegatronRole(Role):
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters under the names of its tile map."""
         return {name: parameter.detach() for name, parameter in weights.named_parameters(self.chunks).items()}
+
+    @remote(ONE_TO_ALL)
+    def save(self, folder: str) -> None:
+        """Begin to write weights and optimizer into `folder`, which is whole when `saved` says so. On CUDA the role may be used
+        at once: forked processes write what was copied to the host; on a CPU they would take the cores of the ranks, so that
+        everything is written on return."""
+        self.require_weights()
+        self._pending = checkpoint.save(self._checkpointed(), folder, background=torch.cuda.is_available())
+
+    @remote(ONE_TO_ALL)
+    def saved(self, wait: bool) -> bool:
+        """Whether the last `save` is on disk on all ranks; with `wait` once it is."""
+        if self._pending is not None and self._pending.finished(wait):
+            self._pending = None
+        return self._pending is None
+
+    @remote(ONE_TO_ALL)
+    def load(self, folder: str) -> None:
+        """Take the weights that a checkpoint of this role holds, and where there is an optimizer its states."""
+        checkpoint.load(self._checkpointed(), folder)
+
+    def _checkpointed(self) -> checkpoint.Saved:
+        tiles = [self.tile_map(rank) for rank in range(self.layout.world_size)]
+        named = weights.named_parameters(self.chunks)
+        return checkpoint.Saved(self.state, named, tiles, weights.hf_shapes(self.hf), self.optimizer)
 
     def micro_batches(self, batch: Batch, budget: int) -> tuple[list[step.MicroBatch], list[int]]:
         """The batch packed into micro-batches of at most `budget` tokens, all of one length: as many on every data-parallel

@@ -21,6 +21,12 @@ class Reference(Frozen, MegatronRole):
         WeightTransfer(self.config, source, self.name, self.peers).run(verify=True)
         self._changed = True
 
+    @remote(ONE_TO_ALL)
+    def load(self, folder: str) -> None:
+        """Take the weights that a checkpoint of the reference holds."""
+        super().load(folder)
+        self._changed = True
+
     @remote(THREE_D)
     def log_probs(self, batch: Batch) -> Batch | None:
         return self.forward(batch)

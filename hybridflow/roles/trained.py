@@ -31,7 +31,6 @@ class TrainedRole(MegatronRole):
         super().__init__(name, config)
         with self.context():
             self.wrapped = wrap(self.chunks, self.transformer_config, self.role.overlap_grad_reduce)
-        self.optimizer: Optimizer | None = None
         self._memory = TrainingMemory(self.wrapped)
         models = {role: config.read_model(role) for role in config.megatron_roles()}
         self._release = memory_plan(config, models, _smallest_device(self.state.group)).releases[name]

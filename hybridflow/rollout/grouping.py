@@ -78,6 +78,7 @@ def choose_layout(config: Config) -> Choice:
     return choose_engines(hf, config.layout("actor"), role.tp, per_node, role.expert_parallel, (config.ranks("actor"), ranks))
 
 
+@functools.cache
 def choose_engines(
     hf: HFConfig,
     training: Layout,

@@ -9,7 +9,8 @@ import torch
 
 from hybridflow.algorithms.loop import make_algorithm
 from hybridflow.algorithms.objectives import mismatch_sums
-from hybridflow.algorithms.run import _by_phase, merge_sums, per_token
+from hybridflow.algorithms.reports import by_phase, merge_sums
+from hybridflow.algorithms.run import per_token
 from hybridflow.batch import Batch
 from hybridflow.config import preflight
 from hybridflow.config.own_class import load_class
@@ -34,9 +35,9 @@ def test_a_sequences_value_stands_at_each_of_its_tokens():
     assert [row.tolist() for row in rows] == [[0.5] * 3, [-1.0], [2.0] * 2]
 
 
-def test_memory_is_told_by_phase():
+def test_memory_is_toldby_phase():
     memory = {"rollout.wake_weights": 3, "rollout.wake_kv_cache": 7, "actor.update": 5, "actor.export": 1}
-    assert _by_phase(memory) == {"wake_weights": 3, "wake": 7, "update": 5, "actor.export": 1}
+    assert by_phase(memory) == {"wake_weights": 3, "wake": 7, "update": 5, "actor.export": 1}
 
 
 def test_mismatch_is_measured_on_the_sampled_tokens_only():

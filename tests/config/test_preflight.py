@@ -191,7 +191,7 @@ def test_passes_with(tmp_path, model, overrides):
         ),
         (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node1: {big: 1}}"],
-            "cluster.resources.node1: cluster.nodes=1 are node0",
+            "cluster.resources.node1: cluster.nodes=1 has node0",
         ),
         (
             ["cluster.launcher=ray", "cluster.address=a:1", "cluster.resources={node0: big}"],
@@ -211,7 +211,8 @@ def test_passes_with(tmp_path, model, overrides):
             " needs a world of its own, so give rollout all ranks of the pool, or ranks that no other role has",
         ),
         (["roles.actor.cp=2"], "roles.actor.cp=2 is not supported yet: use 1"),
-        (["run.save_every=5"], "run.save_every=5: checkpoints are not supported yet: use 0"),
+        (["run.save_every=5", "run.keep_checkpoints=-1"], "run.keep_checkpoints=-1 is too small: use at least 0"),
+        (["run.resume=last"], "run.resume=last is no whole checkpoint (last does not exist): use auto, never, or its folder"),
         (["roles.actor.tp=0"], "roles.actor.tp=0 is too small: use at least 1"),
         (["batch.prompts=0"], "batch.prompts=0 is too small: use at least 1"),
         (["roles.actor.optimizer.lr=-1"], "roles.actor.optimizer.lr=-1.0 is too small: use at least 0"),
@@ -551,6 +552,10 @@ class TestModelFolder:
         assert refused(tmp_path, model, *asked) == f"{text}, which its config.json asks for"
         assert text in refused(tmp_path, model, *asked, "roles.reward.backend=hf")
         fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 64}))
+        for backend in ("megatron", "hf"):
+            text = refused(tmp_path, model, *asked, f"roles.reward.backend={backend}")
+            assert text.endswith("= 192 is more than the reward's max_position_embeddings=64: lower one of them")
         (folder / "config.json").write_text(json.dumps(fields | {"id2label": {"0": "bad", "1": "good"}}))
         text = "Qwen2ForSequenceClassification with 2 labels is not a reward model, which has 1 (id2label)"
         assert text in refused(tmp_path, model, *asked)

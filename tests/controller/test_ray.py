@@ -68,10 +68,10 @@ class Job:
         alive = [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         return by_folder + alive
 
-    def leaves_nothing(self, ranks: list[dict]) -> bool:
-        """No process, no file of an embedded Ray, no shared memory of a rank."""
+    def left_over(self, ranks: list[dict]) -> list:
+        """Processes, files of an embedded Ray, shared memory of ranks."""
         memory = [rank["memory"] for rank in ranks if Path("/dev/shm", rank["memory"]).exists()]
-        return not (self.left() or memory or list(self.folder.glob("hybridflow-*")))
+        return [*self.left(), *self.folder.glob("hybridflow-*"), *memory]
 
     def close(self) -> None:
         self.process.terminate()
@@ -116,7 +116,7 @@ def test_calls_reach_all_ranks_and_nobody_else(config):
     with started(config) as job:
         seen = job.seen()
         assert job.process.wait(60) == 0, job.said
-        assert job.leaves_nothing(seen["ranks"])
+        assert job.left_over(seen["ranks"]) == []
         printed, said = job.printed, job.said
     assert seen["doubled"] == [[0, 2, 4], [0], [0, 2]] and seen["ours"] == [[0, 1, 2], [0], [0, 1]]
     assert seen["counts"] == [1, 1]
@@ -142,7 +142,7 @@ def test_the_fault_of_a_rank_ends_the_job_with_its_traceback(config):
     with started(config, "raise") as job:
         ranks = job.seen()["ranks"]
         assert job.process.wait(60) == 1
-        assert job.leaves_nothing(ranks)
+        assert job.left_over(ranks) == []
         said = job.said
     fault = f"rank 0 on {HOST} failed in toy.fail_on (step 3, rollout):"
     assert f"{fault}\nTraceback" in said and 'raise ValueError("a bad batch")' in said
@@ -177,7 +177,7 @@ def test_whatever_ends_a_job_ends_all_of_it(config, how):
         if how == "hybridflow killed":  # nobody is left to take its own folder away
             wait_for(lambda: job.left() == [], 30, job)
             return
-        assert job.leaves_nothing(ranks)
+        assert job.left_over(ranks) == []
         assert job.said.splitlines()[-1].startswith(ENDS[how]), job.said
 
 

@@ -122,8 +122,8 @@ def state_elsewhere() -> str:
     return str(error.value)
 
 
-def two_worlds() -> list[float]:
-    """A role's group at work in the world that there is, and again in the one that takes its place."""
+def two_worlds() -> list[tuple[int, float]]:
+    """This rank's number in a role's group and a sum over it: in the world that there is, and in the next one."""
     import torch.distributed as dist
 
     from megatron_ext.parallel import ParallelState
@@ -138,15 +138,14 @@ def two_worlds() -> list[float]:
         state = ParallelState("role", Layout(2, tp=2), seed=1)
         total = torch.ones(1)
         dist.all_reduce(total, group=state.tp_group)
-        dist.all_gather([torch.empty(1), torch.empty(1)], total, group=state.tp_group)
-        found.append(total.item())
+        found.append((dist.get_rank(state.tp_group), total.item()))
     return found
 
 
 @pytest.mark.timeout(120)
 def test_groups_do_not_outlive_their_world(worlds):
     world = worlds(2, "replaced")
-    assert world.run(two_worlds) == [[2.0, 2.0]] * 2
+    assert world.run(two_worlds) == [[(rank, 2.0)] * 2 for rank in range(2)]
     world.close()
 
 

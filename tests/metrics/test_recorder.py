@@ -229,3 +229,28 @@ def test_numbers_that_are_not_finite_stay_visible(tmp_path, config):
         lines(tmp_path / "run/metrics.jsonl")[0]["actor/grad_norm"]
         != lines(tmp_path / "run/metrics.jsonl")[0]["actor/grad_norm"]
     )
+
+
+def test_going_on_cuts_the_records_back(tmp_path, config):
+    run = tmp_path / "run"
+    with Recorder(run, config, io.StringIO()) as recorder:
+        recorder.warm_start(1, {"loss": 2.5})
+        recorder.evaluation(0, 0.25, 64)
+        recorder.log({"step": 1, "reward/mean": 0.1})
+        position = recorder.position()
+        recorder.log({"step": 2, "reward/mean": 0.2})
+        recorder.evaluation(2, 0.5, 64)
+        recorder.samples([{"step": 2}])
+    with Recorder(run, config, io.StringIO()) as recorder:
+        recorder.go_on(position, 1)
+        recorder.log({"step": 2, "reward/mean": 0.3})
+        assert recorder.history.rewards() == [(1, 0.1), (2, 0.3)]
+        assert [row.step for row in recorder.history.evaluations] == [0] and len(recorder.history.warm_start) == 1
+    assert [row["reward/mean"] for row in lines(run / "metrics.jsonl")] == [0.1, 0.3]
+    assert lines(run / "samples.jsonl") == [] and len(lines(run / "evaluation.jsonl")) == 1
+    (run / "metrics.jsonl").write_text("")
+    with (
+        Recorder(run, config, io.StringIO()) as recorder,
+        pytest.raises(ValueError, match="metrics.jsonl has 0 bytes, the check"),
+    ):
+        recorder.go_on(position, 1)

@@ -47,7 +47,9 @@ def test_tokens_per_second_and_mfu(tmp_path, monkeypatch):
         f"model: {{path: '{tmp_path}'}}\ncluster: {{ranks_per_node: 2}}\nrun: {{dir: '{tmp_path}/run'}}\n"
     )
     monkeypatch.setattr(
-        throughput, "gpu", lambda: GPU("toy", bf16_flops=1e9, memory_bytes_per_second=1, wire_bytes_per_second=1)
+        throughput,
+        "gpu",
+        lambda: GPU("toy", 1e9, memory_bytes_per_second=1, wire_bytes_per_second=1, memory_bytes=1, fp32_flops=1),
     )
     meter = throughput.Throughput(load(tmp_path / "c.yaml"))
     batch = Batch(

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.roles.reward import padded_groups, without_padding
+from hybridflow.batch import Batch
+from hybridflow.config.load import load
+from hybridflow.roles.reward import HFRewardModel, padded_groups, without_padding
 from tests import hf_models
 from tests.roles import rewards
 
@@ -68,6 +70,28 @@ def test_scores_equal_transformers(worlds, tmp_path, case):
         for scores in found:
             assert scores.dtype == torch.float32
             torch.testing.assert_close(scores, expected, rtol=0, atol=2e-5)
+
+
+def test_any_classifier_of_transformers(tmp_path):
+    """An encoder, which sees the padding unless it is masked; and a folder without a head, which is no classifier."""
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**sizes, num_labels=1, pad_token_id=0)).eval()
+    torch.nn.init.normal_(model.classifier.weight, 0, 0.5)
+    model.save_pretrained(tmp_path / "bert")
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG.format(model=tmp_path / "bert", run=tmp_path / "run"))
+    role = HFRewardModel("reward", load(str(path), ["roles.reward.backend=hf"]))
+    found = role.scores(Batch({"tokens": tokens()}))["scores"]
+    with torch.no_grad():
+        expected = torch.stack([model(row[None]).logits[0, 0] for row in tokens()])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert role.parameters() and not any(parameter.requires_grad for parameter in role.parameters().values())
+    BertModel(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(RuntimeError, match="lacks weights of BertForSequenceClassification: .*classifier"):
+        HFRewardModel("reward", load(str(path), ["roles.reward.backend=hf"]))
 
 
 def test_the_last_token_that_is_not_padding():

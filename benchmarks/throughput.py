@@ -1,0 +1,310 @@
+"""Tokens a second of a job's phases: the update, the pass for log-probs, and the rollout against plain vLLM.
+
+    torchrun --nproc-per-node 2 benchmarks/throughput.py --model configs/models/qwen2_7b.json --parts update log_probs \\
+        --tokens 4096 --micro-batches 8 --out benchmarks/results/throughput_h200x2_pp2.json roles.actor.pp=2
+    torchrun --nproc-per-node 2 benchmarks/throughput.py --model configs/models/qwen2_7b.json --parts rollout \\
+        --prompts 128 --prompt-tokens 512 --response-tokens 512 --out benchmarks/results/rollout_h200x2.json roles.rollout.tp=2
+
+The roles are the trainer's own, with random weights of the model's shapes; `key=value` sets any key of a config. What is timed
+is one call on every rank, from a barrier until the slowest device has finished; warm-up is left out. The whole step of a job is
+`benchmarks/memory.py`'s.
+
+update, log_probs: every data-parallel rank gets `--micro-batches` of exactly `--tokens` packed tokens, three sequences of a
+half and two quarters. MFU is training_flops (hybridflow/metrics/throughput.py: 6 N T + 12 L A sum(l^2) over packed sequences,
+causal attention not discounted, recomputation not counted; a third of it without backward) / seconds / GPUs / the peak of dense
+bf16. A rollout makes `--prompts` responses per engine, all of `--response-tokens`; plain vLLM (`vllm.LLM`, its defaults) makes
+the same before, in processes of its own, with the same sampling and its log-probs.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks import record  # noqa: E402
+from benchmarks.bandwidth import seconds_of  # noqa: E402
+from benchmarks.reshard import join_world  # noqa: E402
+from benchmarks.reshard_case import Pair  # noqa: E402
+from hybridflow.algorithms.objectives import policy_objective  # noqa: E402
+from hybridflow.batch import Batch  # noqa: E402
+from hybridflow.config.load import load  # noqa: E402
+from hybridflow.config.schema import Config, ConfigError  # noqa: E402
+from hybridflow.metrics.throughput import training_flops  # noqa: E402
+from hybridflow.planner.hardware import gpu  # noqa: E402
+from megatron_ext import device, weights  # noqa: E402
+from megatron_ext.hf_config import HFConfig  # noqa: E402
+
+CPU_KV_CACHE_BYTES = 256 << 20  # of plain vLLM; left alone it takes most of the host
+PARTS = ("update", "log_probs", "rollout")
+RECIPE = """
+model: {{path: {model}, dtype: bfloat16}}
+cluster: {{nodes: {nodes}, ranks_per_node: {ranks_per_node}}}
+roles:
+  actor: {{micro_batch_tokens: {tokens}, forward_micro_batch_tokens: {tokens}}}
+algorithm: {{name: grpo}}
+sampling: {{max_prompt_tokens: {prompt_tokens}, max_response_tokens: {response_tokens}}}
+data: {{task: chain_sum}}
+reward: {{kind: last_integer}}
+run: {{dir: {model}/run}}
+"""
+
+
+def main() -> int:
+    arguments, overrides = parser().parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config = read(arguments, overrides, Path(folder))
+        except (ConfigError, ValueError) as error:
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(f"error: {error}", file=sys.stderr)
+            return 2
+        results = measure(arguments, config)
+        if dist.get_rank() == 0:
+            for name, result in results.items():
+                print(line(name, result), flush=True)
+            if arguments.out:
+                options = {name: value for name, value in vars(arguments).items() if name != "out"}
+                fields = json.loads(Path(arguments.model).read_text())
+                record.write(arguments.out, {**options, "overrides": overrides, "model_fields": fields}, results)
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--model", required=True, metavar="FILE", help="a config.json in HF format")
+    result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
+    result.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    result.add_argument("--tokens", type=int, default=4096, help="of a packed micro-batch")
+    result.add_argument("--micro-batches", type=int, default=8, help="of a data-parallel rank")
+    result.add_argument("--prompts", type=int, default=64, help="of an engine")
+    result.add_argument("--prompt-tokens", type=int, default=256)
+    result.add_argument("--response-tokens", type=int, default=256)
+    result.add_argument("--steps", type=int, default=10, help="timed ones")
+    result.add_argument("--warmup", type=int, default=3)
+    result.add_argument("--out", type=Path, metavar="FILE.json")
+    return result
+
+
+def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> Config:
+    """The job's config, over a model folder that has shapes only. Raises ConfigError or ValueError where something is wrong."""
+    from hybridflow.data.tokenizer import ARITHMETIC, character_tokenizer
+
+    strangers = [word for word in overrides if "=" not in word or word.startswith("-")]
+    if strangers:
+        raise ValueError(f"unknown arguments {strangers}: config keys have the form key=value")
+    if arguments.tokens % 4 or arguments.tokens < 8:
+        raise ValueError(f"--tokens={arguments.tokens} must be a multiple of 4, and 8 at least: three sequences share them")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    fields = json.loads(Path(arguments.model).read_text())
+    if arguments.layers:
+        fields["num_hidden_layers"] = arguments.layers
+    character_tokenizer(ARITHMETIC).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(fields))
+    recipe = folder / "recipe.yaml"
+    sizes = {name: getattr(arguments, name) for name in ("tokens", "prompt_tokens", "response_tokens")}
+    recipe.write_text(RECIPE.format(model=folder, nodes=world // ranks, ranks_per_node=ranks, **sizes))
+    config = load(recipe, overrides)
+    role = config.roles.rollout
+    Pair(config.layout("actor"), role.tp, role.expert_parallel).check(HFConfig.from_folder(folder))
+    return config
+
+
+def measure(arguments: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """Figures by part; the same on every rank. Joins the world."""
+    rolls = "rollout" in arguments.parts
+    plain = plain_rollout(arguments, config) if rolls else []
+    device.install()
+    join_world()
+    weights.load_hf = random_weights
+    from hybridflow.roles.actor import Actor
+    from hybridflow.roles.rollout import Rollout
+
+    results: dict[str, Any] = {}
+    rollout = Rollout("rollout", config) if rolls else None
+    actor = Actor("actor", config)
+    batch = training_batch(arguments, config, actor.hf)
+    if rollout:
+        rollout.peers = {"rollout": rollout, "actor": actor}
+        results["rollout"] = rollout_figures(arguments, config, rollout, plain)
+    if "log_probs" in arguments.parts:
+        results["log_probs"] = figures(arguments, config, batch, lambda: actor_call(actor, actor.log_probs, batch), 1 / 3)
+    if "update" in arguments.parts:
+        from hybridflow.algorithms.run import optimizer_settings
+
+        with actor.context():
+            actor.start_training(optimizer_settings(config.roles.actor.optimizer))
+        loss = policy_objective(config.algorithm, 0.0)
+        results["update"] = figures(arguments, config, batch, lambda: actor_call(actor, actor.update, batch, loss, 1.0), 1.0)
+    if rollout:
+        rollout.close()
+    return results
+
+
+def random_weights(parameters: dict, *_) -> None:
+    """In place of a file's: values do not matter for speed, but overflow would."""
+    for parameter in parameters.values():
+        parameter.normal_(0, 0.02)
+
+
+def actor_call(actor: Any, method: Callable, *args: Any) -> None:
+    with actor.context():
+        method(*args)
+
+
+def training_batch(arguments: argparse.Namespace, config: Config, hf: HFConfig) -> Batch:
+    """This data-parallel rank's sequences, all of whose tokens but the first were sampled."""
+    dp = config.layout("actor").coordinates(dist.get_rank()).dp
+    generator = torch.Generator().manual_seed(dp)
+    lengths = [arguments.tokens // part for part in (2, 4, 4)] * arguments.micro_batches
+    ragged = {
+        "tokens": [torch.randint(hf.vocab_size, (length,), generator=generator) for length in lengths],
+        "loss_mask": [torch.arange(length) > 0 for length in lengths],
+        "advantages": [torch.randn(length, generator=generator) for length in lengths],
+        "rollout_log_probs": [torch.full((length,), -10.0) for length in lengths],
+    }
+    return Batch(ragged)
+
+
+def figures(
+    arguments: argparse.Namespace, config: Config, batch: Batch, call: Callable[[], None], share: float
+) -> dict[str, Any]:
+    """Seconds, tokens and operations of one call on all ranks. `share`: of the operations of forward and backward."""
+    layout = config.layout("actor")
+    hf, lengths = HFConfig.from_folder(config.model_path("actor")), batch.lengths().tolist()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds = seconds_of(call, arguments.steps, warm_up=arguments.warmup)
+    median, known = statistics.median(seconds), gpu()
+    flops = share * training_flops(hf, lengths) * layout.dp / layout.world_size / median
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else device.memory_in_use()
+    return {
+        "layout": layout.describe(),
+        "micro_batches": arguments.micro_batches,
+        "micro_batch_tokens": arguments.tokens,
+        "seconds": {"median": median, "best": min(seconds), "worst": max(seconds), "all": seconds},
+        "tokens_per_second_per_gpu": sum(lengths) * layout.dp / layout.world_size / median,
+        "flops_per_second_per_gpu": flops,
+        "mfu": flops / known.bf16_flops if known else None,
+        "peak_allocated_bytes": int(most(peak)),
+    }
+
+
+def rollout_figures(arguments: argparse.Namespace, config: Config, rollout: Any, plain: list[float]) -> dict[str, Any]:
+    """Ours after a resharding as in a step, against `plain` seconds; an engine's ranks pass the same prompts."""
+    from hybridflow.rollout.engine import Sampling
+
+    engine = rollout.layout.coordinates(dist.get_rank()).dp
+    sampling = Sampling(max_tokens=arguments.response_tokens, stop_token_ids=())
+    rollout.wake_weights()
+    rollout.receive("actor", False)
+    rollout.wake_kv_cache()
+    attempts = iter(range(arguments.warmup + arguments.steps))
+
+    def generate() -> None:
+        attempt = next(attempts)
+        found = rollout.engine.generate(
+            prompts(arguments, HFConfig.from_folder(config.model_path("rollout")).vocab_size, engine, attempt),
+            sampling,
+            attempt,
+        )
+        if any(len(generation.tokens) != arguments.response_tokens for generation in found):
+            raise RuntimeError("a response is shorter than --response-tokens: the figures would mean nothing")
+
+    seconds = seconds_of(generate, arguments.steps, warm_up=arguments.warmup)
+    rollout.sleep()
+    tokens = arguments.prompts * arguments.response_tokens / config.roles.rollout.tp
+
+    def side(times: list[float]) -> dict[str, Any]:
+        median = statistics.median(times)
+        spread = {"median": median, "best": min(times), "worst": max(times), "all": times}
+        return {"seconds": spread, "tokens_per_second_per_gpu": tokens / median}
+
+    slowest = torch.tensor(plain or [0.0] * arguments.steps, dtype=torch.float64, device=device.current())
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    ours, theirs = side(seconds), side(slowest.tolist())
+    ratio = ours["tokens_per_second_per_gpu"] / theirs["tokens_per_second_per_gpu"]
+    return {"layout": f"TP{config.roles.rollout.tp}", **ours, "plain": theirs, "ratio": ratio}
+
+
+def prompts(arguments: argparse.Namespace, vocab_size: int, engine: int, attempt: int) -> list[list[int]]:
+    """Fresh ones for every attempt: the prefix cache would know the old ones."""
+    generator = torch.Generator().manual_seed(1000 * engine + attempt)
+    return torch.randint(vocab_size, (arguments.prompts, arguments.prompt_tokens), generator=generator).tolist()
+
+
+def plain_rollout(arguments: argparse.Namespace, config: Config) -> list[float]:
+    """Seconds of plain vLLM, the slowest engine's in each round: each engine's first rank starts a process with its GPUs.
+
+    Before this process touches a GPU. Ranks that start none return [] and wait for the others when they join the world.
+    """
+    rank, tp = int(os.environ.get("LOCAL_RANK", 0)), config.roles.rollout.tp
+    if rank % tp:
+        return []
+    job = {
+        "model": config.model_path("rollout"),
+        "tensor_parallel_size": tp,
+        "dtype": config.dtype("rollout"),
+        "max_model_len": arguments.prompt_tokens + arguments.response_tokens,
+        "gpu_memory_utilization": config.roles.rollout.gpu_memory_utilization,
+        "engine": int(os.environ.get("RANK", 0)) // tp,
+        "options": {name: value for name, value in vars(arguments).items() if isinstance(value, int)},
+        "engine_args": dict(config.roles.rollout.engine_args),
+    }
+    kept = {name: value for name, value in os.environ.items() if not _of_torchrun(name)}
+    if not torch.cuda.is_available():  # as the trainer's engine has it there: nothing is compiled, cores are shared
+        job["engine_args"] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, **job["engine_args"]}
+        kept["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    else:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(rank + index) for index in range(tp))
+    out = Path(config.model_path("rollout")) / f"plain{job['engine']}.json"
+    command = [sys.executable, str(Path(__file__).with_name("plain_rollout.py")), str(out)]
+    done = subprocess.run(command, input=json.dumps(job), env=kept, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"plain vLLM failed:\n{done.stderr[-4000:]}")
+    return json.loads(out.read_text())
+
+
+def _of_torchrun(name: str) -> bool:
+    return name.startswith(("TORCHELASTIC", "MASTER_")) or name in (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+        *("ROLE_WORLD_SIZE", "ROLE_NAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    )
+
+
+def most(value: float) -> float:
+    """The largest of any rank."""
+    tensor = torch.tensor(float(value), dtype=torch.float64, device=device.current())
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def line(name: str, result: dict[str, Any]) -> str:
+    seconds = result["seconds"]
+    text = f"{name:<10} {result['layout']:<20} {seconds['median']:.3f} s ({seconds['best']:.3f} to {seconds['worst']:.3f})"
+    text += f"  {result['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
+    if name == "rollout":
+        plain = result["plain"]
+        return text + f"  plain vLLM {plain['tokens_per_second_per_gpu']:,.0f}: ratio {result['ratio']:.3f}"
+    text += f"  {result['flops_per_second_per_gpu'] / 1e12:.2f} TFLOP/s/GPU"
+    if result["mfu"] is not None:
+        text += f"  MFU {100 * result['mfu']:.1f}%"
+    return text + f"  peak {result['peak_allocated_bytes'] / 2**30:.1f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

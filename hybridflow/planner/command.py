@@ -1,0 +1,222 @@
+"""`hybridflow plan`: what a job costs as configured, and the best way to place it on a cluster."""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+
+import rich.console
+import yaml
+from rich.table import Table
+
+from hybridflow.config.load import load, save
+from hybridflow.config.preflight import check_shapes
+from hybridflow.config.schema import Config, ConfigError
+from hybridflow.planner import hardware
+from hybridflow.planner.calibration import Calibration
+from hybridflow.planner.forecast import Forecast, Phase, Workload, check_forecast, forecast, workload
+from hybridflow.planner.memory import GIB
+from hybridflow.planner.options import JobRole
+from hybridflow.planner.outcome import configured, job_roles, why_slower
+from hybridflow.planner.passes import Machine
+from hybridflow.planner.records import calibrate, read_runs
+from hybridflow.planner.search import Placement, Search
+from megatron_ext.hf_config import HFConfig
+
+PHASES = ("phase", "role", "GPUs", "seconds", "GiB/GPU", "time goes to")
+
+
+def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """The command.
+
+    Raises:
+        ConfigError: wrong input, or the job as configured cannot fit; what fits better is shown before.
+    """
+    shown = Shown()
+    cluster_keys = {"nodes": arguments.nodes, "ranks_per_node": arguments.gpus_per_node}
+    overrides = overrides + [f"cluster.{key}={value}" for key, value in cluster_keys.items() if value is not None]
+    config = load(arguments.config, overrides)
+    models = check_shapes(config)
+    machine = Machine(_cluster(arguments, config), _calibration(arguments, shown))
+    work = workload(config, arguments.prompt_tokens, arguments.response_tokens)
+    shown.line(
+        f"{machine.cluster.gpus} {machine.cluster.gpu.name} of {machine.cluster.gpu.memory_bytes / GIB:.1f} GiB;"
+        f" a step of {work.samples} samples, {work.prompt_tokens:g} + {work.response_tokens:g} tokens each on average"
+    )
+    try:
+        as_configured(shown, config, models, machine, work)
+        refused = None
+    except ConfigError as error:
+        refused = error
+        if not arguments.no_search:
+            shown.line(f"the job as configured cannot run: {error}")
+    if not arguments.no_search:
+        _search(shown, arguments, config, models, machine, work)
+    if refused:
+        raise refused
+    return 0
+
+
+def as_configured(shown: "Shown", config: Config, models: dict[str, HFConfig], machine: Machine, work: Workload) -> Forecast:
+    """Show the forecast of a config as it stands, and refuse what cannot fit."""
+    found = forecast(config, models, machine, work)
+    per_gpu = found.tokens / found.seconds / found.gpus
+    shown.table(f"as configured: {found.seconds:.3g} s a step, {per_gpu:,.0f} tokens/s per GPU", PHASES, found.phases)
+    warning = check_forecast(found)
+    if warning:
+        shown.line(warning)
+    return found
+
+
+def _search(
+    shown: "Shown", arguments: argparse.Namespace, config: Config, models: dict[str, HFConfig], machine: Machine, work: Workload
+) -> None:
+    roles: list[JobRole] = job_roles(config, models, work)
+    started = time.monotonic()
+    search = Search(roles, machine, work, config.dtype("rollout"))
+    ranked = search.run()
+    seconds = time.monotonic() - started
+    best = ranked[0]
+    if not best.pools:
+        raise ConfigError(f"nothing fits on {machine.cluster.gpus} GPUs: {best.reason}; use more GPUs")
+    shown.line("")
+    shown.rows(
+        f"{len(ranked)} placements of {len(roles)} roles and the rollout, {search.evaluated:,} layouts,"
+        f" {search.combined:,} combinations in {seconds:.1f} s",
+        ("", "step s", "rollout", "experience", "update", "pools", "why not"),
+        [_ranked(number, found, best) for number, found in enumerate(ranked[: arguments.top], 1)],
+    )
+    shown.line("")
+    shown.table(f"the best: {best.seconds:.3g} s a step", PHASES, search.phases(best))
+    chosen, refusal = _runnable(config, ranked, machine.cluster)
+    if refusal:
+        shown.line(f"this version cannot run it ({refusal}); the best that it can:")
+    if chosen is None:
+        raise ConfigError("no placement that was found can run in this version: see the reason above")
+    shown.line("")
+    shown.line(fragment(chosen).rstrip())
+    if arguments.write:
+        save(chosen, arguments.write)
+        shown.line(f"wrote {arguments.write}")
+
+
+def _ranked(number: int, found: Placement, best: Placement) -> list[str]:
+    if not found.pools:
+        pools = " | ".join(", ".join(names) for names in found.partition)
+        return [str(number), "-", "-", "-", "-", pools, why_slower(found, best)]
+    pools = " | ".join(f"{', '.join(pool.names)}: {pool.gpus}" for pool in found.pools)
+    stages = [f"{seconds:.3g}" for seconds in found.stages.values()]
+    return [str(number), f"{found.seconds:.3g}", *stages, pools, "" if found is best else why_slower(found, best)]
+
+
+def _runnable(config: Config, ranked: Sequence[Placement], cluster: hardware.Cluster) -> tuple[Config | None, str]:
+    """The config of the fastest placement that preflight takes, and why it is not the fastest of all."""
+    refusal = ""
+    for found in ranked:
+        if found.pools:
+            chosen = configured(config, found, cluster)
+            try:
+                check_shapes(chosen)
+                return chosen, refusal
+            except ConfigError as error:
+                refusal = refusal or str(error)
+    return None, refusal
+
+
+def fragment(config: Config) -> str:
+    """The keys of `cluster` and `roles` that a placement decides, as YAML."""
+    roles = {}
+    for name, role in config.megatron_roles().items():
+        keys = ["ranks", "tp", "pp", "vpp", "ep", "sequence_parallel", "recompute", "offload", "forward_micro_batch_tokens"]
+        keys += ["micro_batch_tokens"] if name in config.trained_roles() else []
+        roles[name] = {key: getattr(role, key) for key in keys}
+        if role.split.loss:
+            roles[name]["split"] = {"loss": role.split.loss}
+    rollout = config.roles.rollout
+    roles["rollout"] = {key: getattr(rollout, key) for key in ("ranks", "tp", "gpu_memory_utilization", "sleep")}
+    cluster = {"nodes": config.cluster.nodes, "ranks_per_node": config.cluster.ranks_per_node}
+    lines = [f"cluster: {_flow(cluster)}", "roles:", *(f"  {name}: {_flow(keys)}" for name, keys in roles.items())]
+    return "\n".join(lines)
+
+
+def _flow(keys: dict) -> str:
+    return yaml.safe_dump(keys, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _cluster(arguments: argparse.Namespace, config: Config) -> hardware.Cluster:
+    gpu = hardware.named(arguments.gpu) if arguments.gpu else gpu_here()
+    if gpu is None:
+        raise ConfigError("this machine has no GPU that the planner knows: say which one to plan for, such as --gpu H200")
+    if arguments.gpu_memory is not None:
+        if not arguments.gpu_memory > 0:
+            raise ConfigError(f"--gpu-memory={arguments.gpu_memory} is not above 0 GiB")
+        gpu = dataclasses.replace(gpu, memory_bytes=int(arguments.gpu_memory * GIB))
+    network = hardware.NETWORK if arguments.network is None else 1e9 * arguments.network
+    if not network > 0:
+        raise ConfigError(f"--network={arguments.network} is not above 0 GB/s")
+    return hardware.Cluster(gpu, config.cluster.nodes, config.cluster.ranks_per_node, network)
+
+
+def gpu_here() -> hardware.GPU | None:
+    """This node's kind of GPU, with the memory of the smallest one; None without one that is known."""
+    found = [hardware.find(name) for name in hardware.gpu_names()[:1]]
+    if not found or found[0] is None:
+        return None
+    return dataclasses.replace(found[0], memory_bytes=min(hardware.memory_sizes()))
+
+
+def _calibration(arguments: argparse.Namespace, shown: "Shown") -> Calibration:
+    calibration = Calibration.read(arguments.calibration) if arguments.calibration else Calibration()
+    if arguments.save and not arguments.calibrate:
+        raise ConfigError(f"--save {arguments.save} has nothing to write: give --calibrate RESULTS.json")
+    if not arguments.calibrate:
+        return calibration
+    runs = [run for path in arguments.calibrate for run in read_runs(path)]
+    fitted = calibrate(calibration, runs)
+    rows = []
+    for run in runs:
+        before, after = (f"{run.predict(c) / run.seconds - 1:+.0%}" for c in (calibration, fitted))
+        memory = f"{run.memory(fitted) / run.peak_bytes - 1:+.0%}" if run.memory else ""
+        rows.append([run.name, f"{run.seconds:.3g}", before, after, memory])
+    shown.rows(f"calibrated on {len(runs)} runs", ("run", "seconds", "before", "after", "memory"), rows)
+    for field in dataclasses.fields(Calibration):
+        old, new = getattr(calibration, field.name), getattr(fitted, field.name)
+        if old != new:
+            shown.line(f"  {field.name}: {old:.4g} -> {new:.4g}")
+    if arguments.save:
+        fitted.write(arguments.save)
+        shown.line(f"wrote {arguments.save}")
+    return fitted
+
+
+class Shown:
+    """Tables on a terminal, aligned plain lines elsewhere."""
+
+    def __init__(self):
+        self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def table(self, title: str, columns: Sequence[str], phases: Sequence[Phase]) -> None:
+        """Phases, and below them what the memory of each stage's fullest one is made of."""
+        self.rows(title, columns, [phase.row() for phase in phases])
+        stages = dict.fromkeys(phase.stage for phase in phases)
+        fullest = [max((p for p in phases if p.stage == stage), key=lambda phase: phase.nbytes) for stage in stages]
+        for phase in fullest:
+            self.line(f"  {phase.name}, GiB: {phase.memory()}")
+
+    def rows(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        if self._console.is_terminal:
+            table = Table(title=title, title_justify="left")
+            for column in columns:
+                table.add_column(column)
+            for row in rows:
+                table.add_row(*row)
+            self._console.print(table)
+            return
+        widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]
+        self.line(title)
+        for row in [columns, *rows]:
+            self.line("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,63 @@
+"""benchmarks/throughput.py on CPU ranks: all parts, and figures that add up."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.metrics.throughput import training_flops
+from megatron_ext.hf_config import HFConfig
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "configs" / "models" / "tiny.json"
+
+
+def run(*options: str, ranks: int, timeout: float) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "benchmarks/throughput.py"]
+    command += ["--model", str(MODEL), *options]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}  # plain vLLM starts sooner so
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.timeout(300)
+def test_every_part(tmp_path):
+    out = tmp_path / "throughput.json"
+    sizes = ["--tokens", "64", "--micro-batches", "4", "--prompts", "4", "--prompt-tokens", "8", "--response-tokens", "8"]
+    layout = ["roles.actor.pp=2", "roles.rollout.gpu_memory_utilization=0.05"]
+    done = run(*sizes, "--steps", "2", "--warmup", "1", "--out", str(out), *layout, ranks=2, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    results = json.loads(out.read_text())["results"]
+    assert list(results) == ["rollout", "log_probs", "update"]
+    hf, lengths = HFConfig.from_dict(json.loads(MODEL.read_text())), [32, 16, 16] * 4
+    for name, share in (("update", 1), ("log_probs", 1 / 3)):
+        found = results[name]
+        seconds = found["seconds"]["median"]
+        assert found["layout"] == "PP2" and len(found["seconds"]["all"]) == 2
+        assert found["tokens_per_second_per_gpu"] * seconds * 2 == pytest.approx(256)
+        assert found["flops_per_second_per_gpu"] * seconds * 2 == pytest.approx(share * training_flops(hf, lengths))
+        assert found["mfu"] is None and found["peak_allocated_bytes"] > 0
+    rollout = results["rollout"]
+    for side in (rollout, rollout["plain"]):
+        assert side["tokens_per_second_per_gpu"] * side["seconds"]["median"] == pytest.approx(4 * 8)
+    assert rollout["ratio"] == pytest.approx(rollout["plain"]["seconds"]["median"] / rollout["seconds"]["median"])
+    assert done.stdout.count("tokens/s/GPU") == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "30"], "--tokens=30 must be a multiple of 4"),
+        (["roles.actor.pp=3"], "pp"),
+        (["nonsense"], "unknown arguments ['nonsense']"),
+        (["roles.actor.ppp=2"], "did you mean roles.actor.pp?"),
+    ],
+)
+def test_bad_input(options, message, capsys, monkeypatch):
+    from benchmarks import throughput
+
+    monkeypatch.setattr(sys, "argv", ["throughput.py", "--model", str(MODEL), *options])
+    assert throughput.main() == 2
+    assert message in capsys.readouterr().err
