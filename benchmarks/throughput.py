@@ -36,10 +36,10 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks import record  # noqa: E402
 from benchmarks.bandwidth import seconds_of  # noqa: E402
 from benchmarks.reshard import join_world  # noqa: E402
-from benchmarks.reshard_case import Pair  # noqa: E402
 from hybridflow.algorithms.objectives import policy_objective  # noqa: E402
 from hybridflow.batch import Batch  # noqa: E402
 from hybridflow.config.load import load  # noqa: E402
+from hybridflow.config.preflight import check_shapes  # noqa: E402
 from hybridflow.config.schema import Config, ConfigError  # noqa: E402
 from hybridflow.metrics.throughput import training_flops  # noqa: E402
 from hybridflow.planner.hardware import gpu  # noqa: E402
@@ -119,8 +119,7 @@ def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> C
     sizes = {name: getattr(arguments, name) for name in ("tokens", "prompt_tokens", "response_tokens")}
     recipe.write_text(RECIPE.format(model=folder, nodes=world // ranks, ranks_per_node=ranks, **sizes))
     config = load(recipe, overrides)
-    role = config.roles.rollout
-    Pair(config.layout("actor"), role.tp, role.expert_parallel).check(HFConfig.from_folder(folder))
+    check_shapes(config)
     return config
 
 

@@ -175,7 +175,9 @@ def inputs(*options: str, ranks: int = 4) -> tuple:
     return reshard.read_inputs(reshard.parser().parse_args(options), ranks)
 
 
-@pytest.mark.parametrize("file", sorted((reshard.ROOT / "benchmarks" / "layouts").glob("[0-9]*.txt")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((reshard.ROOT / "benchmarks" / "layouts").glob("[0-9]*.txt")), ids=lambda file: file.stem
+)
 def test_shipped_sweeps_fit_their_models(file):
     models = ("qwen3_30b_a3b",) if "moe" in file.stem else ("tiny", "qwen2_180m", "qwen2_7b", "qwen2_32b")
     for model in models:

@@ -46,11 +46,12 @@ def test_every_part(tmp_path):
     assert done.stdout.count("tokens/s/GPU") == 3
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tokens", "30"], "--tokens=30 must be a multiple of 4"),
-        (["roles.actor.pp=3"], "pp"),
+        (["roles.actor.pp=3"], "are fewer than roles.actor.tp=1 x pp=3 x cp=1 = 3"),
         (["nonsense"], "unknown arguments ['nonsense']"),
         (["roles.actor.ppp=2"], "did you mean roles.actor.pp?"),
     ],
