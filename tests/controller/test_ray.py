@@ -175,7 +175,7 @@ def test_whatever_ends_a_job_ends_all_of_it(config, how):
         os.kill(victim, number)
         assert job.process.wait(60) == (-signal.SIGKILL if how == "hybridflow killed" else 1)
         if how == "hybridflow killed":  # nobody is left to take its own folder away
-            wait_for(lambda: job.left() == [], 30, job)
+            wait_for(lambda: job.left() == [], 60, job)
             return
         assert job.left_over(ranks) == []
         assert job.said.splitlines()[-1].startswith(ENDS[how]), job.said
