@@ -23,6 +23,7 @@ def _rollout(config: Config) -> Rollout:
         _kept.update(rollout=Rollout("rollout", config), kind=kind)
     rollout = _kept["rollout"]
     rollout._transfers.clear()
+    rollout.config = config  # the actor's layout is another one
     return rollout
 
 
