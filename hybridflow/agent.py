@@ -41,9 +41,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _kill_ranks() -> None:
-    """Ranks that are to end don't listen to SIGTERM, and have nothing to do then that a kill would not leave undone."""
-    close = SubprocessHandler.close
-    SubprocessHandler.close = lambda self, death_sig=None: close(self, signal.SIGKILL)
+    """Ranks that are to end don't listen to SIGTERM, and have nothing to do then that a kill would not leave undone.
+
+    The rank alone, not its process group: in it is Python's resource tracker, which deletes what the rank left in shared memory.
+    What else a rank has started is ended by `hybridflow train` (supervise.py).
+    """
+
+    def close(self: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+        self.proc.kill()
+        for stream in (self._stdout, self._stderr):
+            if stream:
+                stream.close()
+
+    SubprocessHandler.close = close
 
 
 def _say_while_waiting_for_nodes() -> None:
