@@ -66,3 +66,10 @@ def seconds_of(action, repeat: int, warm_up: int = 1) -> list[float]:
     slowest = torch.tensor(seconds[warm_up:], dtype=torch.float64, device=device.current())
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.tolist()
+
+
+def most(value: float) -> float:
+    """The largest of any rank."""
+    tensor = torch.tensor(float(value), dtype=torch.float64, device=device.current())
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.bandwidth import Bandwidths, seconds_of
+from benchmarks.bandwidth import Bandwidths, most, seconds_of
 from benchmarks.gathered import GatheredCopy, GatheredStream
 from benchmarks.random_weights import fill
 from hybridflow.resharding.execute import Resharder
@@ -127,7 +127,7 @@ class Case:
         started = time.perf_counter()
         sides = self.source_tiles, self.destination_tiles
         plan = make_plan(self._rank, *sides, self.settings.dtype.itemsize, self.settings.ranks_per_node)
-        planned = _most(time.perf_counter() - started)
+        planned = most(time.perf_counter() - started)
         resharder = Resharder(plan, self.source, self.parameters(), self.settings.bucket_bytes)
         stream = GatheredStream(self.settings.hf, self.pair.training, self.source, self.settings.dtype)
         copies = GatheredCopy(stream, self.destination_tiles[self._rank], self.parameters())
@@ -151,7 +151,7 @@ class Case:
             name: {
                 **figures,
                 "seconds": seconds[name],
-                "bytes_received": int(_most(stream.received_bytes)),
+                "bytes_received": int(most(stream.received_bytes)),
                 "ratio": seconds[name]["median"] / median,
             }
             for name, figures in first.items()
@@ -205,7 +205,7 @@ class Case:
             for name, step in steps.items():
                 results[name] += seconds_of(step, 1, warm_up=0)
             self.engine.weights_changed()
-            results["memory_bytes"].append(_most(device.memory_in_use()))
+            results["memory_bytes"].append(most(device.memory_in_use()))
         return results
 
 
@@ -227,17 +227,10 @@ def _extra_memory(action: Callable[[], None], buffers: Resharder | GatheredStrea
     """The most that `action` takes beyond what is there: torch's own count on CUDA, the size of the buffers elsewhere."""
     if device.current().type != "cuda":
         action()
-        return int(_most(buffers.buffer_bytes()))
+        return int(most(buffers.buffer_bytes()))
     device.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     action()
     device.synchronize()
-    return int(_most(torch.cuda.max_memory_allocated() - before))
-
-
-def _most(value: float) -> float:
-    """The largest of any rank."""
-    tensor = torch.tensor(float(value), dtype=torch.float64, device=device.current())
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
+    return int(most(torch.cuda.max_memory_allocated() - before))

@@ -34,7 +34,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks import record  # noqa: E402
-from benchmarks.bandwidth import seconds_of  # noqa: E402
+from benchmarks.bandwidth import most, seconds_of  # noqa: E402
 from benchmarks.reshard import join_world  # noqa: E402
 from hybridflow.algorithms.objectives import policy_objective  # noqa: E402
 from hybridflow.batch import Batch  # noqa: E402
@@ -283,13 +283,6 @@ def _of_torchrun(name: str) -> bool:
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
         *("ROLE_WORLD_SIZE", "ROLE_NAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     )
-
-
-def most(value: float) -> float:
-    """The largest of any rank."""
-    tensor = torch.tensor(float(value), dtype=torch.float64, device=device.current())
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
 
 
 def line(name: str, result: dict[str, Any]) -> str:

@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
 def _kill_ranks() -> None:
     """Ranks that are to end don't listen to SIGTERM, and have nothing to do then that a kill would not leave undone.
 
-    The rank alone, not its process group: in it is Python's resource tracker, which deletes what the rank left in shared memory.
-    What else a rank has started is ended by `hybridflow train` (supervise.py).
+    The rank alone, not its process group: in it is Python's resource tracker, which deletes what the rank left in shared
+    memory. What else a rank has started is ended by `hybridflow train` (supervise.py).
     """
 
     def close(self: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.planner.arguments import USAGE as PLAN_USAGE
 from hybridflow.planner.arguments import add_arguments as add_plan_arguments
+from hybridflow.processes import inside_torchrun
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import Config
@@ -138,11 +139,6 @@ def _train_rank(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from hybridflow.train import main as train
 
     return train(arguments.config, overrides)
-
-
-def inside_torchrun() -> bool:
-    """Whether this process is one of a job's ranks already, started by torchrun or with the variables that it sets."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _check_and_show(config: "Config") -> "dict[str, HFConfig]":

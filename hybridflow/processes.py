@@ -1,6 +1,7 @@
 """What Linux offers to leave no process behind, and the signals by which a job's processes speak."""
 
 import ctypes
+import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -27,3 +28,8 @@ def ignore_polite_signals() -> None:
     """In this process and, since they inherit it, in all that it starts from now on."""
     for number in POLITE:
         signal.signal(number, signal.SIG_IGN)
+
+
+def inside_torchrun() -> bool:
+    """Whether this process is one of a job's ranks already, started by torchrun or with the variables that it sets."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

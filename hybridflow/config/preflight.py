@@ -5,15 +5,14 @@ cheapest to the dearest.
 """
 
 import difflib
-import importlib.util
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoints.resume import find_start
+from hybridflow.config.cluster_checks import check_cluster, check_launcher
 from hybridflow.config.data_checks import check_data
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder, expected_tensors
@@ -23,7 +22,7 @@ from hybridflow.config.run_folder import check_run_folder, check_space
 from hybridflow.config.schedule_checks import check_schedule
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.config.score_checks import check_classifier, check_scores
-from hybridflow.controller.placement import either, place
+from hybridflow.controller.placement import either
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -157,8 +156,8 @@ def check_shapes(config: Config) -> dict[str, HFConfig]:
     """
     _check_not_yet(config)
     _check_numbers(config)
-    _check_launcher(config)
-    _check_cluster(config)
+    check_launcher(config)
+    check_cluster(config)
     _check_offload(config)
     _check_name(config)
     _check_algorithm(config)
@@ -302,63 +301,6 @@ def _check_optimizer(key: str, o: OptimizerConfig) -> None:
             f"{key}.schedule={o.schedule} needs decay_steps={o.decay_steps} above warmup_steps={o.warmup_steps}:"
             f" set {key}.decay_steps"
         )
-
-
-def _check_cluster(config: Config) -> None:
-    """The roles fit the processes that the config asks for, and those are the processes that torchrun started."""
-    c, world = config.cluster, config.world_size
-    started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else world
-    if started != world:
-        raise ConfigError(
-            f"torchrun started {started} processes, but cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node}"
-            f" = {world}: start {world}, or change these keys"
-        )
-    try:
-        place(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    for name, role in config.megatron_roles().items():
-        if role.vpp > 1 and role.pp == 1:
-            raise ConfigError(f"roles.{name}.vpp={role.vpp} needs a pipeline, but roles.{name}.pp=1: use vpp=1 or a larger pp")
-
-
-def _check_launcher(config: Config) -> None:
-    c = config.cluster
-    if c.launcher == "torchrun":
-        for key, value in (("address", c.address), ("resources", c.resources)):
-            if value:
-                raise ConfigError(f"cluster.{key}={value} is for Ray: set cluster.launcher=ray, or leave it out")
-        return
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise ConfigError(
-            "cluster.launcher=ray, but torchrun or srun has started this process as a rank: start hybridflow train once, or set"
-            " cluster.launcher=torchrun"
-        )
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("cluster.launcher=ray needs the package ray: pip install ray, or use cluster.launcher=torchrun")
-    if not c.address and (c.nodes > 1 or c.resources):
-        key = f"nodes={c.nodes}" if c.nodes > 1 else f"resources={c.resources}"
-        raise ConfigError(
-            f"cluster.{key}, but without cluster.address Ray is started on this machine alone: start a cluster"
-            " (ray start --head, and ray start --address=HEAD:6379 on the other nodes) and set cluster.address=HEAD:6379"
-        )
-    if "://" in c.address:
-        raise ConfigError(f"cluster.address={c.address} is of Ray's client protocol: use HOST:PORT of the cluster, or auto")
-    for node, amounts in c.resources.items():
-        _check_resources(f"cluster.resources.{node}", node, amounts, c.nodes)
-
-
-def _check_resources(key: str, node: Any, amounts: Any, nodes: int) -> None:
-    names = [f"node{number}" for number in range(nodes)]
-    if node not in names:
-        raise ConfigError(f"{key}: cluster.nodes={nodes} has {', '.join(names)}")
-    if not isinstance(amounts, dict):
-        raise ConfigError(f"{key}={amounts} is not a section of amounts, such as {{H200: 1}}")
-    for name, amount in amounts.items():
-        if name in ("CPU", "GPU"):
-            raise ConfigError(f"{key}.{name} follows from cluster.ranks_per_node: leave it out")
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
-            raise ConfigError(f"{key}.{name}={amount} is not a number above 0")
 
 
 def _check_offload(config: Config) -> None:
