@@ -86,7 +86,7 @@ class Recorder:
         The block may set the phase's `seconds` itself: where several are at work at the same time, what it waits is not what
         the work takes.
         """
-        start, phase = time.monotonic(), Phase(name, time.time())
+        phase, start = Phase(name, time.time()), time.monotonic()
         self.latest_phase = name
         progress(f"phase {name} after {len(self.history.steps)} steps")
         if self._step_started is None:
@@ -96,7 +96,7 @@ class Recorder:
         finally:
             progress(f"what follows phase {name} after {len(self.history.steps)} steps")
             waited = time.monotonic() - start
-            phase.end = phase.start + waited
+            phase.end = time.time()  # not start + waited: a process that is held up between the two clocks would overlap
             self.spans.append(phase)
             self._phases[name] = self._phases.get(name, 0.0) + (waited if phase.seconds is None else phase.seconds)
 

@@ -1,6 +1,7 @@
 """What a recorder writes and shows, read back with independent readers."""
 
 import io
+import itertools
 import json
 import resource
 
@@ -105,6 +106,24 @@ def test_phases_that_belong_to_no_step(tmp_path, config, clock):
     recorder.log({"step": 1})
     recorder.close()
     assert lines(tmp_path / "run/metrics.jsonl") == [{"time/rollout": 2.0, "time/step": 2.0, "step": 1}]
+
+
+def test_phases_do_not_overlap_where_the_process_is_held_up_between_two_clocks(tmp_path, config, clock, monkeypatch):
+    held_up = itertools.chain([5], itertools.repeat(0))  # once, when the first phase begins
+
+    def read_and_be_held_up():
+        read = clock.now
+        clock.now += next(held_up)
+        return read
+
+    with Recorder(tmp_path / "run", config, io.StringIO()) as recorder:
+        monkeypatch.setattr(clock, "monotonic", read_and_be_held_up)
+        for name in ("rollout", "reward", "update"):
+            with recorder.phase(name):
+                clock.now += 1
+        monkeypatch.undo()
+        first, second, third = recorder.spans
+    assert first.start < first.end <= second.start < second.end <= third.start < third.end
 
 
 def test_tensorboard(tmp_path, config):
