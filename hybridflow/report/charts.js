@@ -74,7 +74,7 @@ class Chart {
   constructor(figure, spec) {
     Object.assign(this, { figure, spec, log: false });
     const head = html("figcaption", "", figure);
-    html("span", "title", head, spec.kind === "stack" && data.runs.length > 1 ? `${spec.title}, ${data.runs[spec.run]}` : spec.title);
+    this.title = html("span", "title", head, spec.kind === "stack" && data.runs.length > 1 ? `${spec.title}, ${data.runs[spec.run]}` : spec.title);
     this.button = html("button", "scale", head);
     this.button.type = "button";
     this.button.hidden = true;
@@ -219,9 +219,10 @@ class Lines extends Chart {
     for (const series of this.spec.series) {
       const item = html("span", "", this.legend), dots = series.style === "dots";
       item.append(swatch(`${dots ? "dot" : "curve"} ${this.colour(series)}`, dots && "dot"), this.name(series));
-      if (this.smooth(series)) html("span", "quiet", item, ` (bold: mean of ${2 * AROUND + 1} steps)`);
       if (series.bad.length) html("span", "bad", item, ` × ${series.bad.length} NaN or infinite`);
     }
+    const smooth = this.spec.series.some((series) => this.smooth(series));
+    if (smooth) html("span", "quiet", this.title, ` bold: mean of ${2 * AROUND + 1} steps`);
   }
 
   spoken() {

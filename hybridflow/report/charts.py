@@ -18,7 +18,7 @@ COLOURS = (  # every phase has its own in all reports; others take those that ar
     "restore",
 )  # fmt: skip
 OTHER, OUTSIDE = "smaller phases", "outside of phases"
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
