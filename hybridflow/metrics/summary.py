@@ -86,7 +86,8 @@ def _times(history: History) -> dict[str, Any]:
     names = sorted({name for step in history.steps for name in step if name.startswith("time/") and name != "time/step"})
     shares = {name[5:]: sum(step.get(name) or 0.0 for step in history.steps) / total for name in names}
     shares["other"] = max(0.0, 1 - sum(shares.values()))
-    return {"step_seconds_median": statistics.median(whole), "time_shares": dict(sorted(shares.items(), key=lambda item: -item[1]))}
+    shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    return {"step_seconds_median": statistics.median(whole), "time_shares": shares}
 
 
 def _peaks(history: History) -> dict[str, float]:

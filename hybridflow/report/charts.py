@@ -118,10 +118,8 @@ def _lines(chart: Chart, runs: Sequence[RunRecord], rows: str) -> dict[str, Any]
             if accuracy:
                 series.append(_series(number, len(chart.metrics), ACCURACY, [list(p) for p in accuracy], "dots", []))
     x = "step" if rows == "metrics" else "step of the warm start"
-    return {"kind": "lines", "title": chart.title, "unit": chart.unit, "x": x, "width": width, "series": series} | {
-        "zero": chart.zero,
-        "log": chart.log,
-    }
+    looks = {"title": chart.title, "unit": chart.unit, "zero": chart.zero, "log": chart.log}
+    return {"kind": "lines", "x": x, "width": width, "series": series} | looks
 
 
 def _series(run: int, metric: int, label: str, points: list, style: str, bad: list[int]) -> dict[str, Any]:
@@ -156,8 +154,8 @@ def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             for name, colour in _colours(shown).items()
         ]
         layers = [layer for layer in layers if any(_value(point) for point in layer["points"])]
-        charts.append({"kind": "stack", "title": "Seconds by phase", "unit": "seconds a step", "x": "step", "run": number})
-        charts[-1] |= {"width": width, "layers": layers}
+        looks = {"title": "Seconds by phase", "unit": "seconds a step"}
+        charts.append({"kind": "stack", "x": "step", "run": number, "width": width, "layers": layers} | looks)
     return charts
 
 
