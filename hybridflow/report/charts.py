@@ -147,15 +147,14 @@ def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     charts = []
     for number, run in enumerate(runs):
         stacks = [(int(row["step"]), _stack(row, shown)) for row in run.metrics.rows if "time/step" in row]
-        if not stacks:
-            continue
         layers = [
             {"label": name, "colour": colour, "points": thin([(step, stack[name]) for step, stack in stacks], width)}
             for name, colour in _colours(shown).items()
         ]
         layers = [layer for layer in layers if any(_value(point) for point in layer["points"])]
         looks = {"title": "Seconds by phase", "unit": "seconds a step"}
-        charts.append({"kind": "stack", "x": "step", "run": number, "width": width, "layers": layers} | looks)
+        if layers:
+            charts.append({"kind": "stack", "x": "step", "run": number, "width": width, "layers": layers} | looks)
     return charts
 
 
