@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 2 benchmarks/bubble.py --model configs/models/tiny.json --layers 8 --dtype float32 \\
         --out benchmarks/results/bubble_cpu2_tiny.json
     torchrun --nproc-per-node 4 benchmarks/bubble.py --sleep 1.6 --row "PP4 M8" --row "PP4 VPP2 M8" --out sleep.json
-    torchrun --nproc-per-node gpu benchmarks/bubble.py --model configs/models/qwen2_7b.json --sequences 64 --length 2048 \\
+    torchrun --nproc-per-node gpu benchmarks/bubble.py --model configs/models/qwen2_7b.json --sequences 32 --length 2048 \\
         --split-loss 2 --out benchmarks/results/bubble_gpu_qwen2_7b.json
     torchrun --nproc-per-node 2 benchmarks/bubble.py --model configs/models/tiny.json --row "PP2 VPP2 M8"
 
 Every row has the same weights, the same sequences and must come to the same loss (exit status 1 otherwise). Rows come from
 benchmarks/layouts/bubble_RANKS.txt, a file given by `--rows`, or `--row`. The baseline of an interleaved row is the 1F1B row
-with the same stages and micro-batches. `--out X.json` also draws X.png: each schedule as it ran; where every micro-batch has the
-same sequences, it also holds the rows as runs that `hybridflow plan --calibrate` takes. `--sleep`: stages that sleep for so many
-seconds in all instead of a model's, so that a few cores can hold many stages. `--cost N`: also what the meter itself costs.
+with the same stages and micro-batches. `--out X.json` also draws X.png: each schedule as it ran; where all micro-batches have
+the same sequences, it holds the rows as runs that `hybridflow plan --calibrate` takes, too. `--sleep`: stages that sleep for so
+many seconds in all instead of a model's, so that a few cores can hold many stages. `--cost N`: what the meter itself costs.
 """
 
 import argparse
@@ -153,8 +153,8 @@ def same_loss(results: list[dict[str, Any]], dtype: torch.dtype) -> bool:
 
 
 def run_of(row: Row, work: Work, fields: dict[str, Any], here: GPU, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The row as the planner reads it; nothing where micro-batches differ, or gradients are reduced over replicas: a part of the
-    optimizer's step to the planner, which is left out here."""
+    """The row as the planner reads it; nothing where micro-batches differ, or gradients are reduced over replicas: to the
+    planner a part of the optimizer's step, which is left out here."""
     each, left = divmod(len(work.lengths), row.micro_batches)
     if work.sleep or row.layout.dp > 1 or left or len(set(work.lengths)) > 1:
         return []

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.bandwidth import most
-from benchmarks.bandwidth import most
 from benchmarks.random_weights import fill_model
 from benchmarks.sleeping_stages import SleepingStage
 from hybridflow.data.packing import partition
@@ -263,9 +262,7 @@ def _one_replica(ranks: Pass) -> list[Sequence[Interval]]:
     return [[i._replace(start_s=i.start_s - begin, end_s=i.end_s - begin) for i in first[stage]] for stage in sorted(first)]
 
 
-def _timed(
-    pipeline: _Pipeline, around: Callable[[], contextlib.AbstractContextManager]
-) -> tuple[float, float | None]:
+def _timed(pipeline: _Pipeline, around: Callable[[], contextlib.AbstractContextManager]) -> tuple[float, float | None]:
     """Seconds of the slowest rank, from a barrier until the device is done, the reduction of gradients included."""
     device.synchronize()
     dist.barrier()

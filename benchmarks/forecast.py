@@ -5,8 +5,9 @@
 
 Reads what throughput.py, bubble.py and reshard.py write. Errors are forecast / measured - 1. Runs that do the same work (the
 same phase of the same model on as many of the same GPUs, with as many tokens in sequences of the same lengths) compete, those
-of the calibration included: of each such set the planner's first choice is the run with the shortest forecast, and what it costs to follow it is its measured time
-over the shortest measured one. `--memory`, `--seconds` and `--choice` are the limits that the last lines count against.
+of the calibration included: of each such set the planner's first choice is the run with the shortest forecast, and what it
+costs to follow it is its measured time over the shortest measured one. `--memory`, `--seconds` and `--choice` are the limits
+that the last lines count against.
 """
 
 import argparse
@@ -146,7 +147,9 @@ def show(title: str, rows: Sequence[Row]) -> None:
 
 
 def choice_line(choice: Choice) -> str:
-    text = f"first choice among {choice.among} that do the same work: {choice.first.name}, {choice.first.measured_seconds:.3g} s"
+    text = (
+        f"first choice among {choice.among} that do the same work: {choice.first.name}, {choice.first.measured_seconds:.3g} s"
+    )
     if choice.first is choice.best:
         return f"{text}, the best measured"
     return f"{text}, {choice.excess:.1%} over the best, {choice.best.name} with {choice.best.measured_seconds:.3g} s"

@@ -49,7 +49,7 @@ def training_run(
 def rollout_run(
     device: GPU, fields: dict[str, Any], tp: int, samples: int, prompt_tokens: int, response_tokens: int, **measured: Any
 ) -> dict[str, Any]:
-    """One engine's rollout of `samples` prompts, each answered once; `measured`: the fields seconds, memory_bytes, dtype, ..."""
+    """One engine's rollout of `samples` prompts, each answered once; `measured`: seconds, memory_bytes, dtype, ..."""
     row = {"phase": "rollout", "gpu": _device(device), "model": fields, "tp": tp, "samples": samples, "prompts": samples}
     return row | {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens} | measured
 

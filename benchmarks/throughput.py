@@ -130,7 +130,9 @@ def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> C
     if arguments.tokens % 4 or arguments.tokens < 8:
         raise ValueError(f"--tokens={arguments.tokens} must be a multiple of 4, and 8 at least: three sequences share them")
     if arguments.longest and (arguments.longest < 4 or arguments.longest % 2 or arguments.tokens % (2 * arguments.longest)):
-        raise ValueError(f"--longest={arguments.longest} must be even, and --tokens={arguments.tokens} a multiple of twice that")
+        raise ValueError(
+            f"--longest={arguments.longest} must be even, and --tokens={arguments.tokens} a multiple of twice that"
+        )
     world = int(os.environ.get("WORLD_SIZE", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     character_tokenizer(ARITHMETIC).save_pretrained(folder)
@@ -142,7 +144,9 @@ def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> C
     check_shapes(config)
     for key in ("micro_batch_tokens", "forward_micro_batch_tokens"):
         if getattr(config.roles.actor, key) != arguments.tokens:
-            raise ValueError(f"roles.actor.{key}={getattr(config.roles.actor, key)} is --tokens={arguments.tokens}: set that one")
+            raise ValueError(
+                f"roles.actor.{key}={getattr(config.roles.actor, key)} is --tokens={arguments.tokens}: set that one"
+            )
     return config
 
 
