@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from hybridflow.controller import faults, rank_log, stopping
+from hybridflow.controller import faults, hang, rank_log, stopping
 from hybridflow.controller.hang import Watch
 from hybridflow.processes import END, POLITE, adopt_orphans, ignore_polite_signals
 
@@ -32,12 +32,14 @@ class Job:
         logs: where the ranks' output goes; None: nowhere but where the command sends it.
         leader: this is node 0, which speaks for all.
         watch: over the job's progress.
+        placed: the roles of every rank, for messages.
     """
 
     notes: Path | None = None
     logs: Path | None = None
     leader: bool = True
     watch: Watch | None = None
+    placed: Sequence[str] = ()
 
     @contextlib.contextmanager
     def open_notes(self) -> Iterator[Path]:
@@ -147,7 +149,7 @@ def _name(number: int) -> str:
 
 def _why(child: subprocess.Popen, notes: Path, name: str, job: Job) -> str:
     deadline = time.monotonic() + (OTHER_NODES_SECONDS if job.notes else 0)
-    while (cause := faults.cause(notes)) is None or faults.only_lost(notes):
+    while (cause := faults.cause(notes, job.placed, hang.latest(notes))) is None or faults.only_lost(notes):
         if time.monotonic() >= deadline:
             break
         time.sleep(0.2)

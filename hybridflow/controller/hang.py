@@ -31,6 +31,12 @@ def progress(what: str) -> None:
         (Path(folder) / _PROGRESS).write_text(what)
 
 
+def latest(notes: Path) -> str:
+    """What the driver noted last that it is at; empty where it has noted nothing yet."""
+    path = notes / _PROGRESS
+    return path.read_text() if path.exists() else ""
+
+
 def register(rank: int) -> None:
     """On the signal DUMP the stacks of all threads of this rank go to a file of its own among the job's notes."""
     folder = os.environ.get(faults.FOLDER)
@@ -43,7 +49,8 @@ def register(rank: int) -> None:
 class Watch:
     """Attributes:
     minutes: without progress, after which a job counts as hung; 0: never.
-    ranks: whose stacks there should be: those of all nodes, or the driver's (faults.DRIVER) where it alone can be asked.
+    ranks: whose stacks there should be: those of all nodes; and the driver's (faults.DRIVER) where it is no rank, alone where
+        the ranks cannot be asked.
     report: the folder in which the stacks are left.
     leader: this is node 0.
     patience: seconds in which ranks must have written their stacks.
@@ -124,6 +131,6 @@ def _is_of(notes: Path, process: int) -> bool:
 
 
 def _names(ranks: list[int]) -> str:
-    if ranks == [faults.DRIVER]:
-        return "the driver"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    numbers = [str(rank) for rank in ranks if rank != faults.DRIVER]
+    named = [f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"] if numbers else []
+    return " and ".join([*(["the driver"] if faults.DRIVER in ranks else []), *named])

@@ -16,7 +16,7 @@ import ray
 import torch.distributed as dist
 
 from hybridflow.batch import Batch
-from hybridflow.controller import faults
+from hybridflow.controller import faults, hang
 from hybridflow.controller.faults import Fault
 from hybridflow.controller.kept import Partial
 from hybridflow.controller.ray_cluster import Seat, seat_here
@@ -65,6 +65,7 @@ class RankActor:
         """
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_here), "TORCHELASTIC_RUN_ID": f"{meeting.host}-{meeting.port}"}
         os.environ |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": str(meeting.port)}
+        hang.register(rank)
 
         def work() -> None:
             threading.Thread(target=_beat, args=(meeting.store(), rank), daemon=True).start()
@@ -120,11 +121,20 @@ class RayTransport:
         host: the address of this machine as the ranks see it. The store where they meet listens there and nowhere else.
         port: of the store; 0 for a free one.
         silence: seconds without a sign of life after which a rank counts as lost.
+        placed: the roles of every rank, for messages.
     """
 
-    def __init__(self, actors: Sequence[Any], seats: Sequence[Seat], host: str, port: int = 0, silence: float = SILENCE):
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        seats: Sequence[Seat],
+        host: str,
+        port: int = 0,
+        silence: float = SILENCE,
+        placed: Sequence[str] = (),
+    ):
         self.phase: Callable[[], str] = lambda: ""
-        self._actors, self._seats, self._silence = actors, seats, silence
+        self._actors, self._seats, self._silence, self._placed = actors, seats, silence, placed
         self._open: dict[ray.ObjectRef, _Answer] = {}
         self._ending = threading.Lock()
         self._store = _listening_store(host, port)  # lives as long as the transport
@@ -225,7 +235,7 @@ class RayTransport:
         return _lost(
             answer.rank,
             f"rank {answer.rank} on {host} died in {answer.where}: its process was killed or crashed,"
-            f" or the machine ran out of memory ({reason})",
+            f" or the machine ran out of memory ({reason}){faults.its_roles(self._placed, answer.rank)}",
         )
 
     def _listen(self) -> None:
@@ -242,11 +252,13 @@ class RayTransport:
                     self.end([self._silent(rank)])
 
     def _silent(self, rank: int) -> Fault:
-        at = next((answer.where for answer in list(self._open.values()) if answer.rank == rank), "the wait for calls")
+        phase = self.phase()
+        idle = f"the wait for calls{phase and f' ({phase})'}"
+        at = next((answer.where for answer in list(self._open.values()) if answer.rank == rank), idle)
         return _lost(
             rank,
             f"rank {rank} on {self._seats[rank].host} gave no sign of life for {self._silence:g} s in {at}:"
-            " its process is stopped, or its machine out of reach",
+            f" its process is stopped, or its machine out of reach{faults.its_roles(self._placed, rank)}",
         )
 
 

@@ -63,13 +63,15 @@ def test_progress_is_what_keeps_a_job_alive(tmp_path, monkeypatch):
     notes, clock = tmp_path / "notes", Clock()
     notes.mkdir()
     monkeypatch.setenv(faults.FOLDER, str(notes))
-    watch = Watch(1.0, [0], tmp_path / "hang", clock=clock, patience=2.0)
+    watch = Watch(1.0, [faults.DRIVER, 0, 1], tmp_path / "hang", clock=clock, patience=2.0)
+    assert hang.latest(notes) == ""
     for step in range(5):
         clock.now += 50
         hang.progress(f"step {step}")
         assert watch.look(notes) is None
     clock.now += 61
-    assert "in step 4: rank 0 did not report" in watch.look(notes)
+    assert hang.latest(notes) == "step 4"
+    assert "in step 4: the driver and ranks 0, 1 did not report" in watch.look(notes)
     assert (tmp_path / "hang/phase.txt").read_text() == "step 4\n"
 
 

@@ -31,14 +31,14 @@ START = 300  # seconds, on a machine that is busy with other tests
 
 
 class Job:
-    """`python -m tests.controller.ray_toy` with a folder for temporary files of its own."""
+    """`python -m tests.controller.ray_job` with a folder for temporary files of its own."""
 
     def __init__(self, config: Path, *arguments: str):
         self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir="/tmp"))  # short: sockets live in it
         self._printed, self._said = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         with self._printed.open("w") as out, self._said.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.controller.ray_toy", str(config), *arguments],
+                [sys.executable, "-m", "tests.controller.ray_job", str(config), *arguments],
                 cwd=ROOT,
                 env=os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)},
                 stdout=out,
@@ -178,7 +178,9 @@ def test_whatever_ends_a_job_ends_all_of_it(config, how):
             wait_for(lambda: job.left() == [], 60, job)
             return
         assert job.left_over(ranks) == []
-        assert job.said.splitlines()[-1].startswith(ENDS[how]), job.said
+        last = job.said.splitlines()[-1]
+        assert last.startswith(ENDS[how]), job.said
+        assert last.endswith("; its roles: actor, rollout") == how.startswith("rank "), last
 
 
 @pytest.fixture
