@@ -40,14 +40,14 @@ MEASURED = ("time/", "perf/", "memory/")  # never twice the same
 OF_THE_PROCESS = ("reshard/verified", "reshard/wire_bound_fraction")  # checked after every start
 
 
-def start(folder: Path, run: str, *overrides: str) -> subprocess.Popen:
+def start(folder: Path, run: str, *overrides: str, **more_environment: str) -> subprocess.Popen:
     config = folder / f"{run}.yaml"
     config.write_text(CONFIG.format(model=folder / "tiny", run=folder / run))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
     return subprocess.Popen(
         [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(config), *overrides],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": str(ROOT)} | more_environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
