@@ -46,8 +46,8 @@ sequences=32 length=2048 passes=5 rounds=10 tokens=4096 limit=420 timed=(--steps
 rolled=(--prompts 128 --prompt-tokens 512 --response-tokens 512) work=(--prompts 8 --samples 8 --steps 8) here=() kv=()
 if [[ -n $DRY_RUN ]]; then
   qwen=$shapes/tiny_wide.json llama=$qwen
-  sequences=16 length=8 passes=1 rounds=2 tokens=64 limit=900 timed=(--steps 2 --warmup 1)
-  rolled=(--prompts 2 --prompt-tokens 8 --response-tokens 8)
+  sequences=16 length=8 passes=1 rounds=2 tokens=64 limit=900 timed=(--steps 2 --warmup 1 --prompt-tokens 8 --response-tokens 8)
+  rolled=(--prompts 2)
   work=(--layers 2 --prompts 4 --samples 2 --prompt-tokens 9 --response-tokens 8 --steps 3)
   here=(--gpu H200) kv=(roles.rollout.gpu_memory_utilization=0.05)
   export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
