@@ -229,8 +229,8 @@ def _gather_unequal_rows_over_gloo() -> None:
 def _fuse_gradients_where_there_are_kernels() -> None:
     """Megatron's own linear layers add their gradients the plain way where apex, whose kernel they want, is not installed.
 
-    Upstream refuses `gradient_accumulation_fusion` then, for the output layer's sake alone: all others are Transformer Engine's,
-    which has kernels of its own. Goes when upstream (0.19.2 as well) asks of the layer, not of the model.
+    Upstream refuses `gradient_accumulation_fusion` then, for the sake of the output layer: all others are Transformer
+    Engine's, which has kernels of its own. Goes when upstream (0.19.2 as well) asks of the layer, not of the model.
     """
     from megatron.core.tensor_parallel import layers
 
