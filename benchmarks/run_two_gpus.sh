@@ -13,13 +13,13 @@
 #   rollout     TP2 and TP1 against plain vLLM in the same run: 2 x 4 min
 #   unseen      another length, another model: what no calibration has seen: 3 x 100 s
 #   forecast    calibrated on TP2 alone, held against all the rest that is in --out: seconds, needs no GPU
-#   placements  whole RL steps: the planner's first choice, TP2 to TP2, DP2 to TP1, with that calibration if it is there: 8 min
+#   step        whole RL steps: the planner's first choice, TP2 to TP2, DP2 to TP1, with that calibration if it is there: 8 min
 # --only takes the jobs whose names match, so that each fits a lease of a few minutes; --list prints them. PYTHON names the Python.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${PYTHON:=$PWD/.venv/bin/python}"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-OUT='' DRY_RUN='' LIST='' ONLY='' every="bubble update tune rollout unseen forecast placements" parts=''
+OUT='' DRY_RUN='' LIST='' ONLY='' every="bubble update tune rollout unseen forecast step" parts=''
 usage() { sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "${1:-2}"; }
 while [[ $# -gt 0 ]]; do
   case $1 in
@@ -132,11 +132,11 @@ forecast() { # calibrated on TP2 of one model; `tune` has runs that a forecast c
     --save "$OUT/calibration.json" --out "$OUT/forecast.json"
 }
 
-placements() {
+step() {
   [[ -f $OUT/calibration.json ]] && here+=(--calibration "$OUT/calibration.json")
-  job placements "$((2 * limit))" "$PYTHON" benchmarks/whole_step.py --model "$qwen" --ranks 2 "${work[@]}" "${here[@]}" \
+  job step_7b "$((2 * limit))" "$PYTHON" benchmarks/whole_step.py --model "$qwen" --ranks 2 "${work[@]}" "${here[@]}" \
     --layout planner --layout "TP2 to TP2: roles.actor.tp=2 roles.actor.sequence_parallel=true roles.rollout.tp=2" \
-    --layout "DP2 to TP1: roles.rollout.tp=1" --out "$OUT/placements.json" "${kv[@]}"
+    --layout "DP2 to TP1: roles.rollout.tp=1" --out "$OUT/step_7b.json" "${kv[@]}"
 }
 
 for part in $parts; do "$part"; done
