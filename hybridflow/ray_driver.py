@@ -70,9 +70,7 @@ def launch(config: Config, device: str, config_path: str, overrides: list[str]) 
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = settings(config) | {FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
         outer = environment(config, device, os.environ) | ours
-        # ranks on the machines of a cluster have no folder in common with this process
-        asked = [faults.DRIVER, *(() if config.cluster.address else range(config.world_size))]
-        watch = Watch(config.run.hang_minutes, asked, Path(config.run.dir).absolute() / "hang")
+        watch = Watch(config.run.hang_minutes, [faults.DRIVER], Path(config.run.dir).absolute() / "hang")
         return supervise(command(config_path, overrides), outer, "the driver", Job(watch=watch))
 
 

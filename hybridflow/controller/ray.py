@@ -16,7 +16,7 @@ import ray
 import torch.distributed as dist
 
 from hybridflow.batch import Batch
-from hybridflow.controller import faults, hang
+from hybridflow.controller import faults
 from hybridflow.controller.faults import Fault
 from hybridflow.controller.kept import Partial
 from hybridflow.controller.ray_cluster import Seat, seat_here
@@ -65,7 +65,6 @@ class RankActor:
         """
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_here), "TORCHELASTIC_RUN_ID": f"{meeting.host}-{meeting.port}"}
         os.environ |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": str(meeting.port)}
-        hang.register(rank)
 
         def work() -> None:
             threading.Thread(target=_beat, args=(meeting.store(), rank), daemon=True).start()

@@ -164,7 +164,7 @@ class Job:
 
     def wait_for(self, phase: str, steps: int) -> None:
         """Until the driver has just entered the phase, after so many steps at least."""
-        deadline, before = time.monotonic() + 300, ""
+        deadline, before = time.monotonic() + 900, ""
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()[0][-4000:]
             at = hang.latest(self.notes)
