@@ -20,6 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["hybridflow*", "megatron_ext*"]),
+    package_data={"hybridflow.report": ["page.html", "page.css", "charts.js"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.16,<0.20",
@@ -27,6 +28,7 @@ setup(
         "accelerate",
         "aiohttp",
         "gguf",
+        "jinja2",
         "matplotlib",
         "numpy",
         "omegaconf>=2.4",

@@ -70,7 +70,8 @@ def launch(config: Config, device: str, config_path: str, overrides: list[str]) 
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = settings(config) | {FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
         outer = environment(config, device, os.environ) | ours
-        watch = Watch(config.run.hang_minutes, [faults.DRIVER], Path(config.run.dir).absolute() / "hang")
+        asked = [faults.DRIVER, *range(config.world_size)]  # the ranks by the driver, which hears of it in time
+        watch = Watch(config.run.hang_minutes, asked, Path(config.run.dir).absolute() / "hang", patience=30.0)
         return supervise(command(config_path, overrides), outer, "the driver", Job(watch=watch))
 
 

@@ -20,6 +20,7 @@ from hybridflow.processes import END, POLITE, adopt_orphans, ignore_polite_signa
 
 STOP_SECONDS = 20  # from the first signal until what is left is killed
 CLEAN_UP_SECONDS = 3  # for Python's resource trackers to delete what killed ranks left
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # in the ranks' environment: they would stay in /tmp, one and more for every engine
 OTHER_NODES_SECONDS = 5  # for what ranks of other nodes note, once a connection to them is lost
 
 
@@ -70,8 +71,9 @@ def supervise(command: list[str], environment: dict[str, str], name: str, job: J
     """
     adopt_orphans()
     before = set(psutil.Process().children(recursive=True))
-    with _stopped_by_signals() as stop, job.open_notes() as notes:
-        child = subprocess.Popen(command, env={**environment, faults.FOLDER: str(notes)}, start_new_session=True)
+    with _stopped_by_signals() as stop, job.open_notes() as notes, tempfile.TemporaryDirectory(prefix="hybridflow-") as sockets:
+        ours = {**environment, faults.FOLDER: str(notes), ENGINE_SOCKETS: sockets}
+        child = subprocess.Popen(command, env=ours, start_new_session=True)
         try:
             status, why = _wait(child, stop, notes, job)
         finally:

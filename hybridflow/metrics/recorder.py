@@ -31,6 +31,7 @@ from hybridflow.controller.placement import place
 from hybridflow.metrics.console import Console
 from hybridflow.metrics.plot import plot_reward
 from hybridflow.metrics.summary import Evaluation, History, summarize
+from hybridflow.metrics.versions import write_versions
 
 MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns ...
 MEMORY_GROWTH_BYTES = 256 << 20  # ... unless it is less than this: a process that fills its caches
@@ -61,6 +62,7 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         save(config, self.folder / "config.yaml")
         (self.folder / "placement.txt").write_text(place(config).render() + "\n")
+        write_versions(self.folder)
         self.history = History(started=time.monotonic())
         self._files: dict[str, io.FileIO] = {}
         self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))

@@ -28,8 +28,9 @@ MEASURED = ("time/", "perf/", "memory/")  # never twice the same
 OF_THE_PROCESS = ("reshard/verified", "reshard/wire_bound_fraction")  # checked after every start
 
 
-def start(folder: Path, run: str, *overrides: str) -> subprocess.Popen:
-    return small_job.start(write_recipe(folder / f"{run}.yaml", folder / "tiny", folder / run, PPO), *overrides)
+def start(folder: Path, run: str, *overrides: str, **more_environment: str) -> subprocess.Popen:
+    config = write_recipe(folder / f"{run}.yaml", folder / "tiny", folder / run, PPO)
+    return small_job.start(config, *overrides, **more_environment)
 
 
 def kill_all(process: subprocess.Popen) -> str:
