@@ -64,10 +64,8 @@ def main() -> int:
         return 2
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        recipe, classifier = Path(temporary) / "recipe.yaml", Path(temporary) / "classifier"
-        write_classifier(arguments.model, classifier)
-        recipe.write_text(RECIPE.format(model=arguments.model.absolute(), classifier=classifier))
-        for number, case in enumerate(arguments.cases):
+        recipe = write_recipe(arguments.model, Path(temporary))
+        for number, case in enumerate(arguments.case or CASES):
             print(f"== {case}", flush=True)
             folder = Path(temporary) / f"run{number}"
             command = [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(recipe), f"run.dir={folder}"]
@@ -92,11 +90,19 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--model", required=True, type=Path, metavar="DIR", help="an HF folder")
-    result.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    result.add_argument("--case", action="append", choices=CASES, metavar="CASE", help=f"only this: {', or '.join(CASES)}")
     result.add_argument("--warmup", type=int, default=3, help="steps that are left out")
     result.add_argument("--dry-run", action="store_true", help="check the jobs and show where roles would run")
     result.add_argument("--out", type=Path, metavar="FILE.json")
     return result
+
+
+def write_recipe(model: Path, folder: Path) -> Path:
+    """The config of all cases, beside its reward model."""
+    write_classifier(model, folder / "classifier")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=model.absolute(), classifier=folder / "classifier"))
+    return recipe
 
 
 def write_classifier(model: Path, folder: Path) -> None:

@@ -5,6 +5,7 @@
 #   bash launch/test.sh [--no-install] --drills slurm             a real Slurm with two nodes on this machine (root, Debian)
 #   bash launch/test.sh [--no-install] --drills two-nodes         two torchrun nodes on this machine (root)
 #   bash launch/test.sh [--no-install] --drills faults [NAME...]  signals, kills, hangs, NaN, a full disk: tests/drills/faults.py
+#   bash launch/test.sh [--no-install] --drills placements equal|kills|stops   roles placed in many ways, workers killed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup_env.sh
@@ -15,7 +16,8 @@ if [ "${1:-}" = --drills ]; then
     slurm) exec bash launch/slurm/drill/run.sh "${@:3}" ;;
     two-nodes) exec bash launch/torchrun/drill.sh ;;
     faults) exec "$PYTHON" -m tests.drills.faults "${@:3}" ;;
-    *) echo "--drills ${2:-}: use slurm, two-nodes or faults" >&2; exit 2 ;;
+    placements) exec "$PYTHON" -m tests.drills.placements "${@:3}" ;;
+    *) echo "--drills ${2:-}: use slurm, two-nodes, faults or placements" >&2; exit 2 ;;
   esac
 fi
 exec "$PYTHON" -m pytest "$@"

@@ -60,17 +60,17 @@ def start(config: Path | str, *overrides: str, **environment: str) -> subprocess
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = TIMEOUT) -> str:
-    """Wait until it has ended well; what it said."""
+def finish(process: subprocess.Popen, timeout: float = TIMEOUT, status: int = 0) -> str:
+    """Wait until it has ended, with this status; what it said."""
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
         process.terminate()
-    assert process.returncode == 0, output[-6000:]
+    assert process.returncode == status, output[-6000:]
     return output
 
 
-def notes_of(process: subprocess.Popen, timeout: float = 120) -> Path:
+def notes_of(process: subprocess.Popen, timeout: float = 300) -> Path:
     """Where the processes of a job on this machine note what they are at; waits until there are any."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -83,10 +83,14 @@ def notes_of(process: subprocess.Popen, timeout: float = 120) -> Path:
     raise TimeoutError(f"the job started no rank within {timeout} s")
 
 
-def rank_of(notes: Path, number: int) -> psutil.Process:
-    """The process of a rank, which has noted where its stacks would go."""
-    path = next(notes.glob(f"stacks-{number}@*"))
-    return psutil.Process(int(path.name.rpartition("@")[2]))
+def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:
+    """The processes of a job's ranks by their numbers; on Ray, whose processes do not show them, in any order."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    actors = [member for member in family if member.name().startswith("ray::RankActor")]
+    if actors:
+        return dict(enumerate(actors))
+    ranks = [member for member in family if "hybridflow.train" in member.cmdline()]  # and not what they have started
+    return {int(member.environ()["RANK"]): member for member in ranks if "RANK" in member.environ()}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

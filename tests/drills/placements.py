@@ -27,7 +27,7 @@ import psutil
 
 from hybridflow.controller import hang
 from hybridflow.data.tiny_model import make_tiny_model
-from tests.small_job import finish, notes_of, rank_of, rows, start, write_classifier, write_recipe
+from tests.small_job import finish, notes_of, ranks_of, rows, start, write_classifier, write_recipe
 
 LAUNCHERS = ("torchrun", "ray")
 HOST = socket.gethostname()
@@ -164,7 +164,7 @@ class Job:
 
     def wait_for(self, phase: str, steps: int) -> None:
         """Until the driver has just entered the phase, after so many steps at least."""
-        deadline, before = time.monotonic() + 300, ""
+        deadline, before = time.monotonic() + 900, ""
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()[0][-4000:]
             at = hang.latest(self.notes)
@@ -175,10 +175,19 @@ class Job:
             time.sleep(0.001 if at else 0.2)
         raise AssertionError(f"the job never came to phase {phase}")
 
+    def rank(self, number: int) -> psutil.Process:
+        """On Ray one of 0 and 1 for either: the rollout's process can be told by what it maps, those two cannot."""
+        ranks = ranks_of(self.process)
+        if "RANK" in ranks[0].environ():
+            return ranks[number]
+        engine = [rank for rank in ranks.values() if "/vllm/" in Path(f"/proc/{rank.pid}/maps").read_text()]
+        assert len(engine) == 1, engine
+        return engine[0] if number == 2 else [rank for rank in ranks.values() if rank not in engine][number]
+
     def end(self, victim: int, number: signal.Signals) -> tuple[float, str]:
         """Send the signal to a rank; the seconds until the job had ended, and its last line. Nothing of it is left."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        rank_of(self.notes, victim).send_signal(number)
+        family, rank = psutil.Process(self.process.pid).children(recursive=True), self.rank(victim)
+        rank.send_signal(number)
         sent = time.monotonic()
         output, _ = self.process.communicate(timeout=HANG_SECONDS + 2 * PROMISED)
         seconds = time.monotonic() - sent
@@ -220,8 +229,8 @@ def kills(folder: Path, launchers: list[str]) -> None:
                 seconds, line = job.end(victim, signal.SIGKILL)
             print(f"{launcher:<9} {what:<14} rank {victim}: ended in {seconds:4.1f} s: {line}", flush=True)
             named = set(filter(None, itertools.chain(*_NAMED.findall(line))))
-            roles = "rollout" if victim == 2 else "actor, critic"
-            assert re.match(rf"hybridflow: error: rank {victim} on {HOST} .*; its roles: {roles}(;|$)", line) and named, line
+            _check_rank(line, victim, launcher)
+            assert named, line
             slowest = max(slowest, seconds)
             assert seconds <= PROMISED
     print(f"all {len(cases)} jobs ended, the slowest in {slowest:.1f} s, named rank, host, roles and phase, and left nothing")
@@ -235,7 +244,19 @@ def stops(folder: Path, launchers: list[str]) -> None:
             job.wait_for(phase, steps=1)
             seconds, line = job.end(victim, signal.SIGSTOP)
         print(f"{launcher:<9} rank {victim} stopped: ended in {seconds:4.1f} s: {line}", flush=True)
-        assert HANG_SECONDS - 10 <= seconds <= HANG_SECONDS + PROMISED and f"rank {victim}" in line
+        assert HANG_SECONDS - 10 <= seconds <= HANG_SECONDS + PROMISED
+        assert re.search(rf"rank {_either(victim, launcher)} ", line), line
+
+
+def _check_rank(line: str, victim: int, launcher: str) -> None:
+    """The line names the rank, its host and its roles."""
+    roles = "rollout" if victim == 2 else "actor, critic"
+    start = rf"hybridflow: error: rank {_either(victim, launcher)} on {re.escape(HOST)} "
+    assert re.match(rf"{start}.*; its roles: {roles}(;|$)", line), line
+
+
+def _either(victim: int, launcher: str) -> str:
+    return "[01]" if launcher == "ray" and victim != 2 else str(victim)
 
 
 def _words(process: psutil.Process) -> list[str]:
