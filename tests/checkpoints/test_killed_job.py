@@ -24,7 +24,7 @@ warm_start: {steps: 10, batch_size: 16, optimizer: {lr: 3.0e-3}}
 evaluation: {problems: 4, every: 2}
 run: {steps: 6, save_every: 2}
 """
-MEASURED = ("time/", "perf/", "memory/")  # never twice the same
+MEASURED = ("time/", "perf/", "memory/", "straggler/")  # never twice the same
 OF_THE_PROCESS = ("reshard/verified", "reshard/wire_bound_fraction")  # checked after every start
 
 
