@@ -1,15 +1,19 @@
-"""What wire and memory give at most: known GPUs from the planner's table, anything else measured on the spot."""
+"""What a device gives at most: known GPUs from the planner's table, anything else measured on the spot."""
 
+import functools
+import os
 import time
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from hybridflow.planner.hardware import gpu
+from hybridflow.planner.hardware import GPU, gpu
 from megatron_ext import device
 
 PROBE_BYTES = 64 << 20  # beyond the caches
+PROBE_SIZE = 512  # rows and columns of the matrices
 ATTEMPTS = 7
 
 
@@ -30,6 +34,26 @@ def bandwidths() -> Bandwidths:
     if known:
         return Bandwidths(known.wire_bytes_per_second, known.memory_bytes_per_second, f"known for {known.name}")
     return Bandwidths(_measure_wire(), _measure_memory(), "measured in this run, all ranks at once")
+
+
+def device_here() -> GPU:
+    """This rank's device as the planner describes one. Collective over the default group."""
+    known = gpu()
+    if known:
+        return known
+    found, ranks = bandwidths(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    rates = {dtype: _measure_products(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    if torch.cuda.is_available():
+        name, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+    else:
+        name, size = f"one of {ranks} ranks on {os.cpu_count()} cores", psutil.virtual_memory().total // ranks
+    return GPU(name, rates[torch.bfloat16], found.memory, found.wire or found.memory, size, rates[torch.float32])
+
+
+def _measure_products(dtype: torch.dtype) -> float:
+    """Operations a second of matrix products, all ranks at once."""
+    left, right = (torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype, device=device.current()) for _ in range(2))
+    return 2 * PROBE_SIZE**3 / min(seconds_of(functools.partial(torch.mm, left, right), ATTEMPTS))
 
 
 def _measure_wire() -> float | None:

@@ -3,14 +3,15 @@
     torchrun --nproc-per-node 2 benchmarks/bubble.py --model configs/models/tiny.json --layers 8 --dtype float32 \\
         --out benchmarks/results/bubble_cpu2_tiny.json
     torchrun --nproc-per-node 4 benchmarks/bubble.py --sleep 1.6 --row "PP4 M8" --row "PP4 VPP2 M8" --out sleep.json
-    torchrun --nproc-per-node gpu benchmarks/bubble.py --model configs/models/qwen2_7b.json --sequences 64 --length 2048 \\
+    torchrun --nproc-per-node gpu benchmarks/bubble.py --model configs/models/qwen2_7b.json --sequences 32 --length 2048 \\
         --split-loss 2 --out benchmarks/results/bubble_gpu_qwen2_7b.json
     torchrun --nproc-per-node 2 benchmarks/bubble.py --model configs/models/tiny.json --row "PP2 VPP2 M8"
 
 Every row has the same weights, the same sequences and must come to the same loss (exit status 1 otherwise). Rows come from
 benchmarks/layouts/bubble_RANKS.txt, a file given by `--rows`, or `--row`. The baseline of an interleaved row is the 1F1B row
-with the same stages and micro-batches. `--out X.json` also draws X.png: each schedule as it ran. `--sleep`: stages that sleep
-for so many seconds in all instead of a model's, so that a few cores can hold many stages.
+with the same stages and micro-batches. `--out X.json` also draws X.png: each schedule as it ran; where all micro-batches have
+the same sequences, it holds the rows as runs that `hybridflow plan --calibrate` takes, too. `--sleep`: stages that sleep for so
+many seconds in all instead of a model's, so that a few cores can hold many stages. `--cost N`: what the meter itself costs.
 """
 
 import argparse
@@ -29,8 +30,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks import record  # noqa: E402
+from benchmarks.bandwidth import device_here  # noqa: E402
 from benchmarks.bubble_case import Row, Work, measure  # noqa: E402
 from benchmarks.bubble_picture import draw  # noqa: E402
+from benchmarks.runs import training_run  # noqa: E402
+from hybridflow.planner.hardware import GPU  # noqa: E402
 from megatron_ext import device  # noqa: E402
 from megatron_ext.hf_config import HFConfig  # noqa: E402
 from megatron_ext.layout import Layout, Split  # noqa: E402
@@ -56,12 +60,15 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(device.backend(), **device.world_arguments())
     results: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    here = device_here()
     for row in rows:
         results.append(measure(row, work))
+        runs += run_of(row, work, fields, here, results[-1])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:
-            report(arguments, fields, work, results)
+            report(arguments, fields, work, results, runs)
     dist.barrier()
     dist.destroy_process_group()
     return 0 if same_loss(results, work.dtype) else 1
@@ -84,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--recompute", choices=RECOMPUTE, default="none")
     result.add_argument("--megatron", type=json.loads, default={}, metavar="JSON", help="fields of TransformerConfig")
     result.add_argument("--repeat", type=int, default=10)
+    result.add_argument("--cost", type=int, default=0, metavar="ROUNDS", help="passes with and without the meter, in turn")
     result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     result.add_argument("--out", type=Path, metavar="FILE.json")
     return result
@@ -110,6 +118,7 @@ def read_inputs(arguments: argparse.Namespace, world: int) -> tuple[list[Row], W
         recompute=arguments.recompute,
         overrides=arguments.megatron,
         sleep=arguments.sleep,
+        cost=arguments.cost,
     )
     for row in rows:
         row.schedule(arguments.forward_only, overlap=False)
@@ -143,7 +152,36 @@ def same_loss(results: list[dict[str, Any]], dtype: torch.dtype) -> bool:
     return first is None or all(abs(row["loss"] - first) <= SAME_LOSS[dtype] * abs(first) for row in results)
 
 
-def report(arguments: argparse.Namespace, fields: dict[str, Any], work: Work, results: list[dict[str, Any]]) -> None:
+def run_of(row: Row, work: Work, fields: dict[str, Any], here: GPU, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The row as the planner reads it; nothing where micro-batches differ, or gradients are reduced over replicas: to the
+    planner a part of the optimizer's step, which is left out here."""
+    each, left = divmod(len(work.lengths), row.micro_batches)
+    if work.sleep or row.layout.dp > 1 or left or len(set(work.lengths)) > 1:
+        return []
+    run = training_run(
+        "forward" if work.forward_only else "update",
+        here,
+        fields,
+        row.layout,
+        row.micro_batches,
+        work.lengths[:each],
+        result["seconds"]["median"],
+        dtype=str(work.dtype).removeprefix("torch."),
+        recompute=work.recompute,
+        optimizer=False,
+        # a forward pass is watched with the gradients' buffers beside it
+        peak_bytes=0 if work.forward_only else result["peak_allocated_bytes"] or 0,
+    )
+    return [run]
+
+
+def report(
+    arguments: argparse.Namespace,
+    fields: dict[str, Any],
+    work: Work,
+    results: list[dict[str, Any]],
+    runs: list[dict[str, Any]],
+) -> None:
     """After every row, so that nothing is lost when a later one fails."""
     row = results[-1]
     others = [r for r in results if r["chunks"] == 1 and all(r[k] == row[k] for k in ("stages", "micro_batches"))]
@@ -153,10 +191,13 @@ def report(arguments: argparse.Namespace, fields: dict[str, Any], work: Work, re
         print("Idle share of the stages, in percent of the step's span; communication inside a forward or backward is busy.")
         print(HEADER)
     print(table_line(row), flush=True)
+    if row["meter"]:
+        seconds, cost = row["meter"]["seconds"], row["meter"]["cost"]
+        print(f"{'':>18}     the meter: {seconds['on']:.4f} s with it, {seconds['off']:.4f} without: {cost:+.2%} of a pass")
     if arguments.out:
         options = {name: _short(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
         saved = [{name: value for name, value in one.items() if name != "drawn"} for one in results]
-        record.write(arguments.out, {**options, "model_fields": None if work.sleep else fields}, {"rows": saved})
+        record.write(arguments.out, {**options, "model_fields": None if work.sleep else fields}, {"rows": saved, "runs": runs})
         what = "stages that sleep" if work.sleep else f"{arguments.model.stem}, {arguments.dtype}"
         draw(results, arguments.out.with_suffix(".png"), what)
 

@@ -1,10 +1,11 @@
 """One row of the bubble benchmark: a layout and a number of micro-batches, run, metered and held against theory."""
 
+import contextlib
 import functools
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.random_weights import fill
+from benchmarks.bandwidth import most
+from benchmarks.random_weights import fill_model
 from benchmarks.sleeping_stages import SleepingStage
 from hybridflow.data.packing import partition
 from hybridflow.planner.schedule import Schedule, Task, simulate
@@ -26,7 +28,6 @@ from megatron_ext.model import build_model, transformer_config
 from megatron_ext.optimizer import wrap
 from megatron_ext.parallel import ParallelState
 
-WEIGHTS_DEVIATION = 0.02
 WARM_UP = 2  # passes
 
 
@@ -51,6 +52,7 @@ class Work:
     Attributes:
         lengths: tokens of each sequence of the global batch.
         sleep: instead of a model, stages that sleep: seconds of all forward steps of a stage; 0: the model.
+        cost: rounds in which passes with the meter and without it take turns; 0: none.
     """
 
     hf: HFConfig
@@ -62,6 +64,7 @@ class Work:
     recompute: str = "none"
     overrides: Mapping[str, Any] | None = None
     sleep: float = 0.0
+    cost: int = 0
 
 
 class _Pipeline(Protocol):
@@ -81,9 +84,7 @@ class _Model:
         self.overlap = config.overlap_p2p_comm
         self._chunks = build_model(work.hf, layout, config, spec)
         parameters = {name: p.detach() for name, p in weights.named_parameters(self._chunks).items()}
-        fill(parameters, weights.tile_map(work.hf, layout, rank, spec), weights.hf_shapes(work.hf))
-        for name, parameter in parameters.items():
-            parameter.fill_(1.0) if "norm" in name else parameter.mul_(WEIGHTS_DEVIATION)
+        fill_model(parameters, weights.tile_map(work.hf, layout, rank, spec), weights.hf_shapes(work.hf))
         self._wrapped = wrap(self._chunks, config)
         self._micro_batches = self._pack(row)
 
@@ -145,9 +146,13 @@ def measure(row: Row, work: Work) -> dict[str, Any]:
         pipeline: _Pipeline = (_Sleep if work.sleep else _Model)(row, work, state)
         for _ in range(WARM_UP):
             pipeline.run()
-        timed = [_timed(pipeline, meter) for _ in range(work.repeat)]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, meter.take())
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        timed = [_timed(pipeline, meter.watch) for _ in range(work.repeat)]
+        peak = most(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else None
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, meter.take())
+        cost = _cost_of(meter, pipeline, work.cost) if work.cost else None
     passes = list(zip(*ranks, strict=True))
     schedule = row.schedule(work.forward_only, pipeline.overlap)
     del pipeline
@@ -166,8 +171,28 @@ def measure(row: Row, work: Work) -> dict[str, Any]:
         "loss": losses[-1],
         "seconds": {"median": statistics.median(seconds), "best": min(seconds), "all": seconds},
         "tokens_per_second": sum(work.lengths) / statistics.median(seconds),
+        "peak_allocated_bytes": peak,
+        "meter": cost,
         **figures(schedule, passes),
     }
+
+
+def _cost_of(meter: BubbleMeter, pipeline: _Pipeline, rounds: int) -> dict[str, Any]:
+    """What the meter costs while it is on: a pass with it and one without in every round, the first of them in turn."""
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    for number in range(rounds):
+        for name in ("on", "off") if number % 2 else ("off", "on"):
+            around = meter.watch if name == "on" else contextlib.nullcontext
+            seconds[name].append(_timed(pipeline, around)[0])
+    meter.take()
+    return meter_cost(seconds["on"], seconds["off"])
+
+
+def meter_cost(on: Sequence[float], off: Sequence[float]) -> dict[str, Any]:
+    """Medians, and by how much a pass is longer with the meter: the median over the rounds, as a share of a pass without it."""
+    shares = [slow / fast - 1 for slow, fast in zip(on, off, strict=True)]
+    medians = {"on": statistics.median(on), "off": statistics.median(off)}
+    return {"seconds": medians, "cost": statistics.median(shares), "all_on": list(on), "all_off": list(off)}
 
 
 def figures(schedule: Schedule, passes: Sequence[Pass]) -> dict[str, Any]:
@@ -237,12 +262,12 @@ def _one_replica(ranks: Pass) -> list[Sequence[Interval]]:
     return [[i._replace(start_s=i.start_s - begin, end_s=i.end_s - begin) for i in first[stage]] for stage in sorted(first)]
 
 
-def _timed(pipeline: _Pipeline, meter: BubbleMeter) -> tuple[float, float | None]:
+def _timed(pipeline: _Pipeline, around: Callable[[], contextlib.AbstractContextManager]) -> tuple[float, float | None]:
     """Seconds of the slowest rank, from a barrier until the device is done, the reduction of gradients included."""
     device.synchronize()
     dist.barrier()
     started = time.perf_counter()
-    with meter.watch():
+    with around():
         loss = pipeline.run()
     device.synchronize()
     seconds = torch.tensor(time.perf_counter() - started, device=device.current())

@@ -9,8 +9,6 @@ the table is printed.
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,24 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
 from benchmarks import record  # noqa: E402
-from hybridflow.data.tokenizer import ARITHMETIC, character_tokenizer  # noqa: E402
-from megatron_ext import device, weights  # noqa: E402
-from megatron_ext.hf_config import HFConfig  # noqa: E402
+from benchmarks.random_job import medians, random_model, train  # noqa: E402
 
 VARIANTS = {
     "kept": ["roles.actor.release_weights=never"],
     "released": ["roles.actor.release_weights=always"],
     "released, optimizer offloaded": ["roles.actor.release_weights=always", "roles.actor.offload=[optimizer]"],
 }
-FILE_BYTES = 4 << 30
 RECIPE = """
 model: {{path: {model}, dtype: bfloat16}}
 cluster: {{ranks_per_node: {ranks}}}
 roles:
+  actor: {{implementation: "benchmarks.random_actor:RandomActor"}}
   rollout: {{gpu_memory_utilization: 0.3, engine_args: {{enforce_eager: true}}}}
 algorithm: {{name: grpo}}
 batch: {{prompts: 16, samples_per_prompt: 4}}
@@ -69,43 +62,14 @@ def main() -> None:
                 record.write(arguments.out, config, results)
 
 
-def random_model(fields: dict, folder: Path) -> None:
-    """An HF folder of random bf16 weights, with a tokenizer that knows digits; made file by file."""
-    folder.mkdir()
-    tokenizer = character_tokenizer(ARITHMETIC)
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(fields | {"eos_token_id": tokenizer.eos_token_id}))
-    torch.manual_seed(0)
-    files: list[dict[str, torch.Tensor]] = [{}]
-    index: dict[str, str] = {}
-    for name, shape in weights.hf_shapes(HFConfig.from_dict(fields)).items():
-        if sum(tensor.nbytes for tensor in files[-1].values()) > FILE_BYTES:
-            save_file(files[-1], folder / f"{len(files)}.safetensors")
-            files[-1] = {}
-            files.append({})
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device.current()).normal_(0, 0.02)
-        files[-1][name] = torch.ones_like(tensor).cpu() if len(shape) == 1 and "norm" in name else tensor.cpu()
-        index[name] = f"{len(files)}.safetensors"
-    save_file(files[-1], folder / f"{len(files)}.safetensors")
-    (folder / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
 def run(recipe: Path, folder: Path, overrides: list[str]) -> dict:
-    """Memory after the calls of each phase (most of any rank, at the last step) and the phases' median seconds."""
-    command = [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(recipe), f"run.dir={folder}", *overrides]
-    subprocess.run(command, check=True)
-    steps = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    warm = steps[min(2, len(steps) - 1) :]
+    """Memory after the calls of each phase (most of any rank, at every step) and the phases' median seconds."""
+    steps = train(recipe, folder, overrides)
     prefix = "memory/peak_bytes/"
+    names = [name for name in steps[-1] if name.startswith(prefix)]
     return {
-        "memory_bytes": {
-            name.removeprefix(prefix): [step[name] for step in steps] for name in steps[-1] if name.startswith(prefix)
-        },
-        "seconds": {
-            name.removeprefix("time/"): statistics.median(step[name] for step in warm)
-            for name in steps[-1]
-            if name.startswith("time/")
-        },
+        "memory_bytes": {name.removeprefix(prefix): [step[name] for step in steps] for name in names},
+        "seconds": medians(steps[min(2, len(steps) - 1) :], "time/"),
     }
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 from megatron_ext import device
 from megatron_ext.tiles import TileMap, as_index
 
+DEVIATION = 0.02  # of a model's weights
+
 
 def fill(parameters: Mapping[str, Tensor], tiles: TileMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Random values that depend on the HF tensor alone, so that all ranks that hold a rectangle hold the same."""
@@ -23,3 +25,10 @@ def fill(parameters: Mapping[str, Tensor], tiles: TileMap, shapes: Mapping[str, 
         whole = torch.randn(shape, generator=generator, dtype=dtype, device=device.current())
         for view, tile in by_tensor[hf_name]:
             view.copy_(whole[as_index(tile.hf_slices)])
+
+
+def fill_model(parameters: Mapping[str, Tensor], tiles: TileMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Likewise, in sizes with which a model computes: norms at one, the rest small."""
+    fill(parameters, tiles, shapes)
+    for name, parameter in parameters.items():
+        parameter.fill_(1.0) if "norm" in name else parameter.mul_(DEVIATION)

@@ -7,10 +7,12 @@
 
 The roles are the trainer's own, with random weights of the model's shapes; `key=value` sets any key of a config. What is timed
 is one call on every rank, from a barrier until the slowest device has finished; warm-up is left out. The whole step of a job is
-`benchmarks/memory.py`'s.
+`benchmarks/whole_step.py`'s. `--out` also holds the parts as runs that `hybridflow plan --calibrate` and
+`benchmarks/forecast.py` take, under `--note` if one is given.
 
-update, log_probs: every data-parallel rank gets `--micro-batches` of exactly `--tokens` packed tokens, three sequences of a
-half and two quarters. MFU is training_flops (hybridflow/metrics/throughput.py: 6 N T + 12 L A sum(l^2) over packed sequences,
+update, log_probs: every data-parallel rank gets `--micro-batches` of exactly `--tokens` packed tokens: three sequences of a
+half and two quarters, or with `--longest L` as many threes of L, L/2 and L/2 as fit, so that micro-batches of several sizes can
+do the same work. MFU is training_flops (hybridflow/metrics/throughput.py: 6 N T + 12 L A sum(l^2) over packed sequences,
 causal attention not discounted, recomputation not counted; a third of it without backward) / seconds / GPUs / the peak of dense
 bf16. A rollout makes `--prompts` responses per engine, all of `--response-tokens`; plain vLLM (`vllm.LLM`, its defaults) makes
 the same before, in processes of its own, with the same sampling and its log-probs.
@@ -34,16 +36,20 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks import record  # noqa: E402
-from benchmarks.bandwidth import most, seconds_of  # noqa: E402
+from benchmarks.bandwidth import device_here, most, seconds_of  # noqa: E402
 from benchmarks.reshard import join_world  # noqa: E402
+from benchmarks.runs import rollout_run, training_run  # noqa: E402
 from hybridflow.algorithms.objectives import policy_objective  # noqa: E402
 from hybridflow.batch import Batch  # noqa: E402
 from hybridflow.config.load import load  # noqa: E402
 from hybridflow.config.preflight import check_shapes  # noqa: E402
 from hybridflow.config.schema import Config, ConfigError  # noqa: E402
 from hybridflow.metrics.throughput import training_flops  # noqa: E402
+from hybridflow.planner.forecast import recomputed  # noqa: E402
 from hybridflow.planner.hardware import gpu  # noqa: E402
-from megatron_ext import device, weights  # noqa: E402
+from hybridflow.planner.memory import engine_weights  # noqa: E402
+from hybridflow.rollout import vllm_compat  # noqa: E402
+from megatron_ext import device  # noqa: E402
 from megatron_ext.hf_config import HFConfig  # noqa: E402
 
 CPU_KV_CACHE_BYTES = 256 << 20  # of plain vLLM; left alone it takes most of the host
@@ -71,13 +77,14 @@ def main() -> int:
                 print(f"error: {error}", file=sys.stderr)
             return 2
         results = measure(arguments, config)
+        found = runs(arguments, config, results)
         if dist.get_rank() == 0:
             for name, result in results.items():
                 print(line(name, result), flush=True)
             if arguments.out:
                 options = {name: value for name, value in vars(arguments).items() if name != "out"}
-                fields = json.loads(Path(arguments.model).read_text())
-                record.write(arguments.out, {**options, "overrides": overrides, "model_fields": fields}, results)
+                written = {**options, "overrides": overrides, "model_fields": model_fields(arguments)}
+                record.write(arguments.out, written, {**results, "runs": found})
         dist.barrier()
         dist.destroy_process_group()
     return 0
@@ -89,14 +96,28 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
     result.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     result.add_argument("--tokens", type=int, default=4096, help="of a packed micro-batch")
+    result.add_argument("--longest", type=int, default=0, help="tokens of a micro-batch's longest sequence (half of it)")
     result.add_argument("--micro-batches", type=int, default=8, help="of a data-parallel rank")
     result.add_argument("--prompts", type=int, default=64, help="of an engine")
     result.add_argument("--prompt-tokens", type=int, default=256)
     result.add_argument("--response-tokens", type=int, default=256)
     result.add_argument("--steps", type=int, default=10, help="timed ones")
     result.add_argument("--warmup", type=int, default=3)
+    result.add_argument("--note", default="", help="what this run tries")
     result.add_argument("--out", type=Path, metavar="FILE.json")
     return result
+
+
+def model_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of the model's config.json, with `--layers`."""
+    fields = json.loads(Path(arguments.model).read_text())
+    return fields | {"num_hidden_layers": arguments.layers} if arguments.layers else fields
+
+
+def micro_batch_lengths(arguments: argparse.Namespace) -> list[int]:
+    """Tokens of a micro-batch's sequences."""
+    longest = arguments.longest or arguments.tokens // 2
+    return [longest, longest // 2, longest // 2] * (arguments.tokens // (2 * longest))
 
 
 def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> Config:
@@ -108,18 +129,24 @@ def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> C
         raise ValueError(f"unknown arguments {strangers}: config keys have the form key=value")
     if arguments.tokens % 4 or arguments.tokens < 8:
         raise ValueError(f"--tokens={arguments.tokens} must be a multiple of 4, and 8 at least: three sequences share them")
+    if arguments.longest and (arguments.longest < 4 or arguments.longest % 2 or arguments.tokens % (2 * arguments.longest)):
+        raise ValueError(
+            f"--longest={arguments.longest} must be even, and --tokens={arguments.tokens} a multiple of twice that"
+        )
     world = int(os.environ.get("WORLD_SIZE", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    fields = json.loads(Path(arguments.model).read_text())
-    if arguments.layers:
-        fields["num_hidden_layers"] = arguments.layers
     character_tokenizer(ARITHMETIC).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(model_fields(arguments)))
     recipe = folder / "recipe.yaml"
     sizes = {name: getattr(arguments, name) for name in ("tokens", "prompt_tokens", "response_tokens")}
     recipe.write_text(RECIPE.format(model=folder, nodes=world // ranks, ranks_per_node=ranks, **sizes))
     config = load(recipe, overrides)
     check_shapes(config)
+    for key in ("micro_batch_tokens", "forward_micro_batch_tokens"):
+        if getattr(config.roles.actor, key) != arguments.tokens:
+            raise ValueError(
+                f"roles.actor.{key}={getattr(config.roles.actor, key)} is --tokens={arguments.tokens}: set that one"
+            )
     return config
 
 
@@ -129,19 +156,19 @@ def measure(arguments: argparse.Namespace, config: Config) -> dict[str, Any]:
     plain = plain_rollout(arguments, config) if rolls else []
     device.install()
     join_world()
-    weights.load_hf = random_weights
-    from hybridflow.roles.actor import Actor
+    from benchmarks.random_actor import RandomActor
     from hybridflow.roles.rollout import Rollout
 
     results: dict[str, Any] = {}
     rollout = Rollout("rollout", config) if rolls else None
-    actor = Actor("actor", config)
+    actor = RandomActor("actor", config)
     batch = training_batch(arguments, config, actor.hf)
     if rollout:
         rollout.peers = {"rollout": rollout, "actor": actor}
         results["rollout"] = rollout_figures(arguments, config, rollout, plain)
     if "log_probs" in arguments.parts:
-        results["log_probs"] = figures(arguments, config, batch, lambda: actor_call(actor, actor.log_probs, batch), 1 / 3)
+        run = lambda: actor_call(actor, actor.log_probs, batch)  # noqa: E731
+        results["log_probs"] = figures(arguments, config, batch, run, 1 / 3, beside=gradient_bytes(actor))
     if "update" in arguments.parts:
         from hybridflow.algorithms.run import optimizer_settings
 
@@ -154,10 +181,10 @@ def measure(arguments: argparse.Namespace, config: Config) -> dict[str, Any]:
     return results
 
 
-def random_weights(parameters: dict, *_) -> None:
-    """In place of a file's: values do not matter for speed, but overflow would."""
-    for parameter in parameters.values():
-        parameter.normal_(0, 0.02)
+def gradient_bytes(actor: Any) -> int:
+    """Of this rank's buffers, which are there from the start."""
+    buffers = [buffer for chunk in actor.wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    return sum(buffer.grad_data.nbytes for buffer in buffers)
 
 
 def actor_call(actor: Any, method: Callable, *args: Any) -> None:
@@ -169,7 +196,7 @@ def training_batch(arguments: argparse.Namespace, config: Config, hf: HFConfig) 
     """This data-parallel rank's sequences, all of whose tokens but the first were sampled."""
     dp = config.layout("actor").coordinates(dist.get_rank()).dp
     generator = torch.Generator().manual_seed(dp)
-    lengths = [arguments.tokens // part for part in (2, 4, 4)] * arguments.micro_batches
+    lengths = micro_batch_lengths(arguments) * arguments.micro_batches
     ragged = {
         "tokens": [torch.randint(hf.vocab_size, (length,), generator=generator) for length in lengths],
         "loss_mask": [torch.arange(length) > 0 for length in lengths],
@@ -180,9 +207,12 @@ def training_batch(arguments: argparse.Namespace, config: Config, hf: HFConfig) 
 
 
 def figures(
-    arguments: argparse.Namespace, config: Config, batch: Batch, call: Callable[[], None], share: float
+    arguments: argparse.Namespace, config: Config, batch: Batch, call: Callable[[], None], share: float, beside: int = 0
 ) -> dict[str, Any]:
-    """Seconds, tokens and operations of one call on all ranks. `share`: of the operations of forward and backward."""
+    """Seconds, tokens and operations of one call on all ranks.
+
+    `share`: of the operations of forward and backward. `beside`: bytes that torch has allocated for other calls than this.
+    """
     layout = config.layout("actor")
     hf, lengths = HFConfig.from_folder(config.model_path("actor")), batch.lengths().tolist()
     if torch.cuda.is_available():
@@ -200,7 +230,37 @@ def figures(
         "flops_per_second_per_gpu": flops,
         "mfu": flops / known.bf16_flops if known else None,
         "peak_allocated_bytes": int(most(peak)),
+        "peak_of_call_bytes": int(most(peak - beside)),
     }
+
+
+def runs(arguments: argparse.Namespace, config: Config, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results as the planner reads them. Memory where torch counts it and no engine sleeps in the process, which it would
+    count as well. Collective."""
+    here, fields, found = device_here(), model_fields(arguments), []
+    dtype, role = config.dtype("actor"), config.roles.actor
+    for name, phase in (("update", "update"), ("log_probs", "forward")):
+        if name in results:
+            counts = torch.cuda.is_available() and "rollout" not in results
+            row = training_run(
+                phase,
+                here,
+                fields,
+                config.layout("actor"),
+                arguments.micro_batches,
+                micro_batch_lengths(arguments),
+                results[name]["seconds"]["median"],
+                dtype=dtype,
+                recompute=recomputed(role) if phase == "update" else "none",
+                peak_bytes=results[name]["peak_of_call_bytes"] if counts else 0,
+                note=arguments.note,
+            )
+            found.append(row)
+    if "rollout" in results:
+        rolled, asked = results["rollout"], (arguments.prompts, arguments.prompt_tokens, arguments.response_tokens)
+        measured = {name: rolled[name] for name in ("memory_bytes", "eager")} | {"seconds": rolled["seconds"]["median"]}
+        found.append(rollout_run(here, fields, config.roles.rollout.tp, *asked, dtype=config.dtype("rollout"), **measured))
+    return found
 
 
 def rollout_figures(arguments: argparse.Namespace, config: Config, rollout: Any, plain: list[float]) -> dict[str, Any]:
@@ -213,11 +273,13 @@ def rollout_figures(arguments: argparse.Namespace, config: Config, rollout: Any,
     rollout.receive("actor", False)
     rollout.wake_kv_cache()
     attempts = iter(range(arguments.warmup + arguments.steps))
+    hf = HFConfig.from_folder(config.model_path("rollout"))
+    memory = engine_bytes(config, hf, rollout)
 
     def generate() -> None:
         attempt = next(attempts)
         found = rollout.engine.generate(
-            prompts(arguments, HFConfig.from_folder(config.model_path("rollout")).vocab_size, engine, attempt),
+            prompts(arguments, hf.vocab_size, engine, attempt),
             sampling,
             attempt,
         )
@@ -237,7 +299,17 @@ def rollout_figures(arguments: argparse.Namespace, config: Config, rollout: Any,
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     ours, theirs = side(seconds), side(slowest.tolist())
     ratio = ours["tokens_per_second_per_gpu"] / theirs["tokens_per_second_per_gpu"]
-    return {"layout": f"TP{config.roles.rollout.tp}", **ours, "plain": theirs, "ratio": ratio}
+    eager = bool(config.roles.rollout.engine_args.get("enforce_eager", not torch.cuda.is_available()))
+    sides = {**ours, "plain": theirs, "ratio": ratio}
+    return {"layout": f"TP{config.roles.rollout.tp}", **sides, "memory_bytes": memory, "eager": eager}
+
+
+def engine_bytes(config: Config, hf: HFConfig, rollout: Any) -> int:
+    """Of a rank, for weights and KV cache."""
+    if torch.cuda.is_available():
+        return int(config.roles.rollout.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
+    caches = vllm_compat.kv_cache_storages(rollout.engine._llm)
+    return engine_weights(config, hf) + sum(storage.nbytes() for storage in caches)
 
 
 def prompts(arguments: argparse.Namespace, vocab_size: int, engine: int, attempt: int) -> list[list[int]]:

@@ -250,10 +250,13 @@ def forward_task(role: MegatronRoleConfig, hf: HFConfig, layout: Layout, dtype: 
 def update_task(role: TrainedConfig, hf: HFConfig, layout: Layout, dtype: str, work: Workload) -> Task:
     """One mini-batch's update."""
     micro, count = work.micro_batches(layout, role.micro_batch_tokens, work.mini_batch)
-    recompute = role.recompute
-    if recompute == "selective" and "mlp" in role.megatron.get("recompute_modules", ()):
-        recompute = "mlp"
-    return Task(hf, layout, micro, count, ITEMSIZE[dtype], recompute)
+    return Task(hf, layout, micro, count, ITEMSIZE[dtype], recomputed(role))
+
+
+def recomputed(role: TrainedConfig) -> str:
+    """What a layer runs again in the backward pass, by the names of `counts.RECOMPUTE`."""
+    mlp = role.recompute == "selective" and "mlp" in role.megatron.get("recompute_modules", ())
+    return "mlp" if mlp else role.recompute
 
 
 def engine_task(config: Config, hf: HFConfig, work: Workload, machine: Machine) -> EngineTask:

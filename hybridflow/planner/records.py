@@ -9,11 +9,13 @@
     {"phase": "rollout", "gpu": "H200", "model": {...}, "tp": 2, "samples": 64, "prompts": 16, "prompt_tokens": 6,
      "response_tokens": 64, "memory_bytes": 45097156608, "seconds": 2.29}
 
-`lengths`: of the sequences in each micro-batch of a data-parallel rank. `seconds`: of the whole pass over all micro-batches; an
-update's with its optimizer step unless "optimizer": false. `samples`, `prompts`: of one engine; `memory_bytes`: of a rank, for
-weights and KV cache. Optional: "recompute" (none), "dtype" (bfloat16), "gpus_per_node" (all ranks), "max_num_seqs", "eager";
-of `layout` also pp, vpp, ep, etp and "stages", the layers of every chunk. "peak_bytes" is the most that torch had allocated,
-or with "memory": "device" that was in use on the device. Also read: the rows of benchmarks/reshard.py.
+`gpu`: a name that `hardware.py` knows, or the fields of its `GPU` for a device that it does not. `lengths`: of the sequences in
+each micro-batch of a data-parallel rank. `seconds`: of the whole pass over all micro-batches; an update's with its optimizer
+step unless "optimizer": false, which had no optimizer states either. `samples`, `prompts`: of one engine; `memory_bytes`: of a
+rank, for weights and KV cache. Optional: "recompute" (none), "dtype" (bfloat16), "gpus_per_node" (all ranks), "max_num_seqs",
+"eager", "note" (what was tried, for a reader); of `layout` also pp, vpp, ep, etp and "stages", the layers of every chunk.
+"peak_bytes" is the most that torch had allocated, or with "memory": "device" that was in use on the device. Also read: the rows
+of benchmarks/reshard.py.
 """
 
 import json
@@ -29,7 +31,7 @@ from hybridflow.planner import counts
 from hybridflow.planner.calibration import Calibration, fit
 from hybridflow.planner.counts import ITEMSIZE
 from hybridflow.planner.generation import DEFAULT_SEQUENCES, EngineTask, rollout
-from hybridflow.planner.hardware import Cluster, named
+from hybridflow.planner.hardware import GPU, Cluster, named
 from hybridflow.planner.memory import engine_elements
 from hybridflow.planner.passes import Machine, Micro, Pass, Task, forward_pass, update_pass
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
@@ -47,7 +49,8 @@ _FITTED = {
 
 @dataclass(frozen=True)
 class Run:
-    """`predict`: a calibration -> seconds; `memory`: likewise bytes, None where the run measured none."""
+    """`predict`: a calibration -> seconds; `memory`: likewise bytes, None where the run measured none. `work`: equal for runs
+    that do the same, whatever their layout."""
 
     name: str
     phase: str
@@ -55,6 +58,7 @@ class Run:
     predict: Callable[[Calibration], float]
     peak_bytes: float = 0.0
     memory: Callable[[Calibration], float] | None = None
+    work: tuple = ()
 
 
 def calibrate(start: Calibration, runs: Sequence[Run]) -> Calibration:
@@ -95,7 +99,7 @@ def _read(row: dict[str, Any], where: str) -> Run:
         return readers[phase](row)
     except KeyError as error:
         raise ConfigError(f"{where} lacks the field {error.args[0]}: planner/records.py lists what a run has") from error
-    except (UnsupportedModel, ValueError) as error:
+    except (UnsupportedModel, ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
@@ -107,24 +111,28 @@ def _training(row: dict[str, Any]) -> Run:
     micro = Micro(sum(lengths), sum(length * length for length in lengths))
     task = Task(hf, layout, micro, row["micro_batches"], itemsize, row.get("recompute", "none"))
     cluster = _cluster(row, layout.world_size)
-    update = row["phase"] == "update"
+    update, optimizer = row["phase"] == "update", row.get("optimizer", True)
 
     def passed(calibration: Calibration) -> Pass:
         machine = Machine(cluster, calibration)
-        return update_pass(machine, task, row.get("optimizer", True)) if update else forward_pass(machine, task)
+        return update_pass(machine, task, optimizer) if update else forward_pass(machine, task)
 
     def memory(calibration: Calibration) -> float:
         fixed = calibration.fixed_bytes if row.get("memory") == "device" else 0.0
-        return fixed + peak(task, passed(calibration).activations, update)
+        return fixed + peak(task, passed(calibration).activations, update, optimizer)
 
     name = f"{row['phase']} {layout.describe()} {task.micro_batches} x {micro.tokens}"
     name += f" {task.recompute} recomputed" if task.recompute != "none" else ""
-    name += "" if row.get("optimizer", True) else " without optimizer"
-    measured = row.get("peak_bytes", 0.0)
-    return Run(name, row["phase"], row["seconds"], lambda c: passed(c).seconds, measured, memory if measured else None)
+    name += "" if optimizer else " without optimizer"
+    name += f", {row['note']}" if row.get("note") else ""
+    measured, passes = row.get("peak_bytes", 0.0), layout.dp * task.micro_batches
+    device = cluster.gpu.name, layout.world_size
+    work = row["phase"], optimizer, hf, itemsize, *device, passes * micro.tokens, passes * micro.squares
+    seconds, predicted = row["seconds"], lambda calibration: passed(calibration).seconds
+    return Run(name, row["phase"], seconds, predicted, measured, memory if measured else None, work)
 
 
-def peak(task: Task, activations: Sequence[float], trained: bool) -> float:
+def peak(task: Task, activations: Sequence[float], trained: bool, optimizer: bool = True) -> float:
     """Bytes on the fullest stage of a role alone on its GPUs: what torch allocates."""
     layout = task.layout
     found = []
@@ -132,7 +140,7 @@ def peak(task: Task, activations: Sequence[float], trained: bool) -> float:
         static = task.itemsize * held.all
         if trained:
             shard = held.dense / (layout.dp * layout.cp) + held.experts / layout.edp
-            static += 4 * held.all + (12 if task.itemsize == 2 else 8) * shard
+            static += 4 * held.all + ((12 if task.itemsize == 2 else 8) * shard if optimizer else 0)
         found.append(static + added)
     return max(found)
 
@@ -169,4 +177,5 @@ def _resharding(row: dict[str, Any]) -> Run:
 
 def _cluster(row: dict[str, Any], ranks: int) -> Cluster:
     per_node = row.get("gpus_per_node", ranks)
-    return Cluster(named(row["gpu"]), -(-ranks // per_node), per_node)
+    device = row["gpu"]
+    return Cluster(GPU(**device) if isinstance(device, dict) else named(device), -(-ranks // per_node), per_node)

@@ -42,15 +42,19 @@ class MegatronRole(Role):
             transformer = model.transformer_config(self.hf, layout, self.dtype, role.recompute, dict(role.megatron))
             self.transformer_config = transformer
             self.chunks = model.build_model(self.hf, layout, transformer, self.spec)
-            held = self.parameters(), self.tile_map(self.state.rank)
-            if not self.hf.head_stored:
-                held = tuple(map(weights.without_head, held))
-            weights.load_hf(*held, self.model_path, weights.hf_shapes(self.hf))
+            self.read_weights()
 
     @classmethod
     def stand_by(cls, name: str, config: Config) -> None:
         """Groups are made by all ranks of the pool."""
         _parallel_state(name, config)
+
+    def read_weights(self) -> None:
+        """This rank's parameters from the model's folder."""
+        held = self.parameters(), self.tile_map(self.state.rank)
+        if not self.hf.head_stored:
+            held = tuple(map(weights.without_head, held))
+        weights.load_hf(*held, self.model_path, weights.hf_shapes(self.hf))
 
     def context(self) -> contextlib.AbstractContextManager:
         return self.state.current()

@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# The figures on four and eight GPUs of one host.
+#
+#   bash benchmarks/run_many_gpus.sh --ranks 4 --out benchmarks/results/h200x4 [--parts "reshard bubble"] [--only REGEX] [--list]
+#   bash benchmarks/run_many_gpus.sh --ranks 8 --out FOLDER --dry-run           the same commands on CPU ranks, with tiny models
+#
+# Parts, with what they take on H200s as far as two of them let one guess (nothing was run on more than two yet):
+#   reshard   plain tensors as the destination: 7.6B, 32B and 30B-A3B shapes                       3 x 2 min
+#   engine    7.6B into vLLM engines, 20 cycles of sleep and wake: the baseline `reload_weights`   3 min
+#   bubble    the 32-layer Llama shape, PP = ranks, 1F1B and interleaved v = 2, 4, m = p, 2p, 4p   6 min
+#   step      whole RL steps: the planner's first choice and two layouts picked by hand            2 x 8 min
+#   learning  GRPO on SmolLM2 with DP = ranks, held against the curves of one GPU                  4 min; models/smollm2 must be there
+# --only takes the jobs whose names match, so that each fits a lease of a few minutes; --list prints them. PYTHON names the Python.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+: "${PYTHON:=$PWD/.venv/bin/python}"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+OUT='' DRY_RUN='' LIST='' ONLY='' ranks='' parts="reshard engine bubble step learning"
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "${1:-2}"; }
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --ranks) ranks=$2 && shift ;;
+    --out) OUT=$2 && shift ;;
+    --parts) parts=$2 && shift ;;
+    --only) ONLY=$2 && shift ;;
+    --list) LIST=1 ;;
+    --dry-run) DRY_RUN=1 ;;
+    --help) usage 0 ;;
+    *) usage ;;
+  esac
+  shift
+done
+[[ $ranks == 4 || $ranks == 8 ]] || { echo "error: --ranks=$ranks must be 4 or 8" >&2 && exit 2; }
+[[ -n $OUT || -n $LIST ]] || { echo "error: --out is missing: the folder of the results" >&2 && exit 2; }
+for part in $parts; do
+  [[ " reshard engine bubble step learning " == *" $part "* ]] || { echo "error: --parts: there is no $part" >&2 && exit 2; }
+done
+source benchmarks/jobs.sh
+
+# What a dry run has instead of the models and sizes; every option stays.
+shapes=configs/models
+seven_b=$shapes/qwen2_7b.json thirty_two_b=$shapes/qwen2_32b.json moe=$shapes/qwen3_30b_a3b.json llama=$shapes/llama3_8b.json
+bucket=1024 repeat=10 cycles=20 sequences=$((8 * ranks > 32 ? 8 * ranks : 32)) length=2048 passes=5 rounds=10 limit=600
+work=(--prompts 16 --samples 8 --prompt-tokens 255 --response-tokens 512 --steps 12) here=() kv=() learn=()
+if [[ -n $DRY_RUN ]]; then
+  seven_b=$shapes/tiny_wide.json thirty_two_b=$seven_b moe=$shapes/tiny_moe.json llama=$seven_b
+  bucket=1 repeat=1 cycles=2 sequences=$((4 * ranks)) length=8 passes=1 rounds=1 limit=1500
+  work=(--layers "$ranks" --prompts "$ranks" --samples 2 --prompt-tokens 9 --response-tokens 8 --steps 3)
+  here=(--gpu H200) kv=(roles.rollout.gpu_memory_utilization=0.05)
+  export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
+fi
+torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node "$ranks")
+
+reshard() {
+  local layouts=benchmarks/layouts/${ranks}_gpu wide='' how=(--bucket-mb "$bucket" --repeat "$repeat")
+  [[ $ranks == 8 ]] && wide=_wide # TP8 needs eight KV heads: the 7.6B shape has four, the 32B one eight
+  job "reshard_7b" "$limit" "${torchrun[@]}" benchmarks/reshard.py --model "$seven_b" "${how[@]}" \
+    --sweep "$layouts.txt" --out "$OUT/reshard_7b.json"
+  job "reshard_32b" "$limit" "${torchrun[@]}" benchmarks/reshard.py --model "$thirty_two_b" "${how[@]}" \
+    --sweep "$layouts$wide.txt" --out "$OUT/reshard_32b.json"
+  job "reshard_30b_a3b" "$limit" "${torchrun[@]}" benchmarks/reshard.py --model "$moe" "${how[@]}" \
+    --sweep "${layouts}_moe.txt" --out "$OUT/reshard_30b_a3b.json"
+}
+
+engine() { # an engine lasts as long as its process: one rollout TP
+  job "engine_7b" "$limit" "${torchrun[@]}" benchmarks/reshard.py --model "$seven_b" --bucket-mb "$bucket" --repeat "$repeat" \
+    --sweep "benchmarks/layouts/${ranks}_gpu.txt" --only TP2 --engine --cycles "$cycles" --out "$OUT/engine_7b.json"
+}
+
+bubble() {
+  local rows=() v m
+  for v in 1 2 4; do
+    for m in "$ranks" $((2 * ranks)) $((4 * ranks)); do rows+=(--row "PP$ranks VPP$v M$m"); done
+  done
+  job "bubble_pp$ranks" "$limit" "${torchrun[@]}" benchmarks/bubble.py --model "$llama" --layers 32 --split-loss 2 "${rows[@]}" \
+    --sequences "$sequences" --length "$length" --repeat "$passes" --out "$OUT/bubble_pp$ranks.json"
+  job "bubble_meter" "$limit" "${torchrun[@]}" benchmarks/bubble.py --model "$llama" --layers 32 --split-loss 2 \
+    --row "PP$ranks VPP2 M$((2 * ranks))" --sequences "$sequences" --length "$length" --repeat "$passes" --cost "$rounds" \
+    --out "$OUT/bubble_meter.json"
+}
+
+step() { # 32B with its optimizer takes 18 bytes a parameter: 40 of its 64 layers are what four H200s hold
+  local half=$((ranks / 2)) dp=$((ranks / 4)) layers=64
+  [[ $ranks == 4 ]] && layers=40
+  local whole=("$PYTHON" benchmarks/whole_step.py --ranks "$ranks")
+  job "step_7b" $((2 * limit)) "${whole[@]}" --model "$seven_b" "${work[@]}" "${here[@]}" --layout planner \
+    --layout "TP2 x DP$half to TP1: roles.actor.tp=2 roles.actor.sequence_parallel=true roles.rollout.tp=1" \
+    --layout "PP2 x DP$half to TP2: roles.actor.pp=2 roles.actor.split.by_cost=true roles.rollout.tp=2" \
+    --out "$OUT/step_7b.json" "${kv[@]}"
+  job "step_32b" $((2 * limit)) "${whole[@]}" --model "$thirty_two_b" --layers "$layers" "${work[@]}" "${here[@]}" --layout planner \
+    --layout "TP4 x DP$dp to TP2: roles.actor.tp=4 roles.actor.sequence_parallel=true roles.rollout.tp=2" \
+    --layout "TP2 x PP2 x DP$dp to TP2: roles.actor.tp=2 roles.actor.pp=2 roles.actor.sequence_parallel=true roles.rollout.tp=2" \
+    --out "$OUT/step_32b.json" "${kv[@]}"
+}
+
+learning() {
+  if [[ -n $DRY_RUN && -z $LIST ]]; then
+    "$PYTHON" -m hybridflow.cli tiny-model --to "$OUT/tiny" > /dev/null 2>&1
+    learn=(model.path="$OUT/tiny" model.dtype=float32 data.system_prompt= "data.prompt_template={expression}=" run.steps=2)
+    learn+=(batch.prompts="$ranks" batch.samples_per_prompt=2 evaluation.problems=2 sampling.max_response_tokens=6)
+    learn+=(roles.actor.micro_batch_tokens=512 roles.actor.forward_micro_batch_tokens=512 roles.rollout.engine_args.async_scheduling=false "${kv[@]}")
+  fi
+  job "learning_dp$ranks" "$limit" "$PYTHON" benchmarks/learning.py --config configs/smollm2_chain_sum.yaml --seeds 1 2 \
+    --against benchmarks/results/smollm2_h200.json --out "$OUT/learning_dp$ranks.json" cluster.ranks_per_node="$ranks" "${learn[@]}"
+}
+
+for part in $parts; do "$part"; done
+finish
