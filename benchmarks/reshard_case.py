@@ -47,6 +47,8 @@ class Pair(NamedTuple):
 
     def check(self, hf: HFConfig) -> None:
         """Raises ValueError if one of the layouts cannot hold the model."""
+        if hf.num_heads % self.training.tp:
+            raise ValueError(f"TP{self.training.tp} does not divide the model's num_attention_heads={hf.num_heads}")
         self.training.stage_layers(hf.num_layers)
         self.training.check_experts(hf.num_experts, hf.moe_intermediate_size)
         rollout.check_tp(hf, self.rollout_tp, self.rollout_ep)

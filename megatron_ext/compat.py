@@ -1,6 +1,7 @@
 """What differs between Megatron-core 0.16 and 0.19, and the patches it needs, each with its reason and when it can go."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -58,6 +59,7 @@ def patch() -> None:
     _share_equal_groups()
     _route_without_transformer_engine()
     _gather_unequal_rows_over_gloo()
+    _fuse_gradients_where_there_are_kernels()
     _quieten()
 
 
@@ -222,6 +224,31 @@ def _gather_unequal_rows_over_gloo() -> None:
         return torch.split(total, input_split_sizes)[group.rank()].clone()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_rows, reduce_scatter_rows
+
+
+def _fuse_gradients_where_there_are_kernels() -> None:
+    """Megatron's own linear layers add their gradients the plain way where apex, whose kernel they want, is not installed.
+
+    Upstream refuses `gradient_accumulation_fusion` then, for the sake of the output layer: all others are Transformer
+    Engine's, which has kernels of its own. Goes when upstream (0.19.2 as well) asks of the layer, not of the model.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
+        return
+
+    def without_fusion(upstream: Callable) -> Callable:
+        @functools.wraps(upstream)
+        def init(self, *args, config, **kwargs):
+            if config.gradient_accumulation_fusion:
+                config = copy.copy(config)
+                config.gradient_accumulation_fusion = False
+            upstream(self, *args, config=config, **kwargs)
+
+        return init
+
+    for layer in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        layer.__init__ = without_fusion(layer.__init__)
 
 
 def _quieten() -> None:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.data.tiny_model import make_tiny_model
+from hybridflow.report.page import report
 from tests import small_job
 from tests.small_job import TIMEOUT, finish, ranks_of, rows
 
@@ -78,7 +79,7 @@ def test_ray_gives_what_torchrun_gives(jobs):
     ours, theirs = (rows(jobs[name][0] / "metrics.jsonl") for name in ("ray", "quick"))
     assert [step.keys() for step in ours] == [step.keys() for step in theirs] and len(ours) == 3
     for step, other in zip(ours, theirs, strict=True):
-        same = [name for name in step if name.partition("/")[0] not in ("time", "perf", "memory")]
+        same = [name for name in step if name.partition("/")[0] not in ("time", "perf", "memory", "straggler")]
         assert len(same) > 15
         for name in same:  # approx does not take None, for what a step does not measure
             near = pytest.approx(other[name], rel=0, abs=1e-6) if isinstance(other[name], float) else other[name]
@@ -165,6 +166,16 @@ def test_the_timeline_of_a_step(jobs):
             at_work = sum(end - start for start, end, _ in roles)
             within = sum(max(min(end, b) - max(start, a), 0) for start, end, _ in roles for a, b, _ in phases)
             assert within > 0.95 * at_work, (within, at_work)
+
+
+def test_a_report_of_two_jobs(jobs, tmp_path):
+    (quick, _), (other, _) = jobs["quick"], jobs["other"]
+    page = report([quick, other], tmp_path / "report.html").read_text()
+    assert "finished: 3 of 3 steps" in page and "finished: 2 of 2 steps" in page and "Gaps in the run" not in page
+    for name in ("Loss of the actor", "Loss of the warm start", "Seconds by phase", "Pipeline bubble of the actor's updates"):
+        assert json.dumps(name).replace("'", "\\u0027") in page  # Jinja's JSON
+    assert "quick: the bubble was not measured" in page and "other: the bubble" not in page
+    assert "before training" in page and "where roles run" in page and "megatron-core" in page
 
 
 def test_a_run_that_is_there_is_not_overwritten(jobs, model):

@@ -4,7 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from hybridflow.algorithms.canary import Canary
-from hybridflow.algorithms.reports import bubbles, by_phase
+from hybridflow.algorithms.rank_meter import RankMeter
+from hybridflow.algorithms.reports import bubbles
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config
 from hybridflow.controller.handle import RoleHandle
@@ -28,7 +29,8 @@ class StepMeter:
     """
 
     def __init__(self, config: Config, roles: Mapping[str, RoleHandle], recorder: Recorder):
-        self._scores, self._recorder, self._worker = config.scores(), recorder, roles["worker"]
+        self._scores, self._recorder, self._courier = config.scores(), recorder, roles["worker"].courier
+        self._ranks = RankMeter(roles["worker"], recorder)
         self.metrics: Metrics = {}
         self.canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.profile = Profile(roles, recorder) if config.run.profile else None
@@ -44,29 +46,23 @@ class StepMeter:
             of_the_last_step.clear()
         if saving is not None:
             self.metrics["time/save"] = saving
-        self._bytes_before = self._worker.courier.bytes
+        self._bytes_before = self._courier.bytes
         self._throughput.reset()
         if self.profile:
             self.profile.begin_step()
-        self._memory()
+        self._ranks.begin_step()
 
     def finish(self, step: int) -> Metrics:
         """The step's metrics, for the recorder."""
         for role, updates in self._updates.items():
             for name in updates[0]:
                 self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
-        metrics = {"step": step, **self.metrics, "driver/bytes_sent": self._worker.courier.bytes - self._bytes_before}
-        metrics |= self._memory()
+        metrics = {"step": step, **self.metrics, "driver/bytes_sent": self._courier.bytes - self._bytes_before}
+        metrics |= self._ranks.finish_step()
         metrics |= self._throughput.finish(self._recorder.seconds())
         if self.profile:
             metrics |= self.profile.finish_step(step)
         return metrics
-
-    def _memory(self) -> dict[str, int]:
-        """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call since this was last asked."""
-        reports = [by_phase(report) for report in self._worker.memory().result()]
-        phases = {phase: None for report in reports for phase in report}  # in the order of the step
-        return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
 
     # --- what the verbs found
 

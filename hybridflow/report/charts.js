@@ -4,7 +4,7 @@
 
 const NS = "http://www.w3.org/2000/svg";
 const data = JSON.parse(document.getElementById("data").textContent);
-const HEIGHT = 220, LEFT = 58, RIGHT = 14, TOP = 12, BOTTOM = 40;
+const HEIGHT = 220, LEFT = 72, RIGHT = 14, TOP = 12, BOTTOM = 40;
 const AROUND = 5; // steps before and after a step that its moving mean takes
 const FEW = 40; // points, up to which each is drawn as a dot as well
 const BEYOND = 2.5; // times what 95% of the bars stay under: a bar that is higher (a first step that compiles) ends at the edge
@@ -46,10 +46,9 @@ function ticks(low, high, count) {
 
 function logTicks(low, high) {
   const found = [], first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
-  const every = Math.ceil((last - first) / 6);
-  for (let power = first; power <= last; power += every) found.push(10 ** power);
-  const inside = found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
-  return inside.length > 1 ? inside : ticks(low, high, 4).filter((tick) => tick > 0);
+  const every = Math.ceil((last - first) / 6), parts = last - first <= 2 ? [1, 2, 5] : [1];
+  for (let power = first; power <= last; power += every) found.push(...parts.map((part) => part * 10 ** power));
+  return found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
 }
 
 function movingMean(points) {
@@ -74,7 +73,7 @@ class Chart {
   constructor(figure, spec) {
     Object.assign(this, { figure, spec, log: false });
     const head = html("figcaption", "", figure);
-    html("span", "title", head, spec.kind === "stack" && data.runs.length > 1 ? `${spec.title}, ${data.runs[spec.run]}` : spec.title);
+    this.title = html("span", "title", head, spec.kind === "stack" && data.runs.length > 1 ? `${spec.title}, ${data.runs[spec.run]}` : spec.title);
     this.button = html("button", "scale", head);
     this.button.type = "button";
     this.button.hidden = true;
@@ -219,9 +218,10 @@ class Lines extends Chart {
     for (const series of this.spec.series) {
       const item = html("span", "", this.legend), dots = series.style === "dots";
       item.append(swatch(`${dots ? "dot" : "curve"} ${this.colour(series)}`, dots && "dot"), this.name(series));
-      if (this.smooth(series)) html("span", "quiet", item, ` (bold: mean of ${2 * AROUND + 1} steps)`);
       if (series.bad.length) html("span", "bad", item, ` × ${series.bad.length} NaN or infinite`);
     }
+    const smooth = this.spec.series.some((series) => this.smooth(series));
+    if (smooth) html("span", "quiet", this.title, ` bold: mean of ${2 * AROUND + 1} steps`);
   }
 
   spoken() {

@@ -18,7 +18,7 @@ COLOURS = (  # every phase has its own in all reports; others take those that ar
     "restore",
 )  # fmt: skip
 OTHER, OUTSIDE = "smaller phases", "outside of phases"
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,8 @@ def _lines(chart: Chart, runs: Sequence[RunRecord], rows: str) -> dict[str, Any]
             if accuracy:
                 series.append(_series(number, len(chart.metrics), ACCURACY, [list(p) for p in accuracy], "dots", []))
     x = "step" if rows == "metrics" else "step of the warm start"
-    return {"kind": "lines", "title": chart.title, "unit": chart.unit, "x": x, "width": width, "series": series} | {
-        "zero": chart.zero,
-        "log": chart.log,
-    }
+    looks = {"title": chart.title, "unit": chart.unit, "zero": chart.zero, "log": chart.log}
+    return {"kind": "lines", "x": x, "width": width, "series": series} | looks
 
 
 def _series(run: int, metric: int, label: str, points: list, style: str, bad: list[int]) -> dict[str, Any]:
@@ -149,15 +147,14 @@ def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     charts = []
     for number, run in enumerate(runs):
         stacks = [(int(row["step"]), _stack(row, shown)) for row in run.metrics.rows if "time/step" in row]
-        if not stacks:
-            continue
         layers = [
             {"label": name, "colour": colour, "points": thin([(step, stack[name]) for step, stack in stacks], width)}
             for name, colour in _colours(shown).items()
         ]
         layers = [layer for layer in layers if any(_value(point) for point in layer["points"])]
-        charts.append({"kind": "stack", "title": "Seconds by phase", "unit": "seconds a step", "x": "step", "run": number})
-        charts[-1] |= {"width": width, "layers": layers}
+        looks = {"title": "Seconds by phase", "unit": "seconds a step"}
+        if layers:
+            charts.append({"kind": "stack", "x": "step", "run": number, "width": width, "layers": layers} | looks)
     return charts
 
 

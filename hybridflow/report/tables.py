@@ -45,7 +45,7 @@ def facts(runs: Sequence[RunRecord]) -> list[Fact]:
         _fact(runs, "Greedy accuracy", _accuracy, _difference),
         _fact(runs, "Seconds a step", _step_seconds, _ratio),
         _fact(runs, "Tokens/s per GPU (rank)", _speed, _ratio),
-        _fact(runs, "Pipeline bubble", _bubble, _difference),
+        _fact(runs, "Pipeline bubble", _bubble, _points),
         _fact(runs, "vLLM against Megatron", _mismatch, _ratio),
         _fact(runs, "Most memory of a rank", _memory, _ratio),
         _fact(runs, "Resharding, bit by bit", _verified, None),
@@ -70,6 +70,10 @@ def _fact(
 
 def _difference(first: float, second: float) -> str:
     return f"{second - first:+.3f}"
+
+
+def _points(first: float, second: float) -> str:
+    return f"{100 * (second - first):+.1f} points"
 
 
 def _ratio(first: float, second: float) -> str:

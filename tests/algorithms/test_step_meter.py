@@ -5,6 +5,8 @@ import json
 import pytest
 
 from hybridflow.algorithms.loop import make_algorithm
+from hybridflow.controller.worker import Measured
+from hybridflow.metrics.nvml import INSTALL, Place
 from megatron_ext.intervals import Interval
 from tests.algorithms.fakes import fake_run, problems
 
@@ -39,11 +41,39 @@ def test_nothing_of_a_step_reaches_the_next(tmp_path):
 def test_memory_is_the_most_of_any_rank_by_phase(tmp_path):
     run, _ = fake_run(tmp_path)
     reports = iter([[{"actor.update": 99}], [{"actor.update": 5, "rollout.generate": 3}, {"actor.update": 7}]])
-    run.worker._answers["memory"] = lambda: next(reports)
+    run.worker._answers["measured"] = lambda: [Measured(memory) for memory in next(reports)]
     run.begin_step()
     run.finish_step()
     step = run.recorder.history.steps[0]
     assert (step["memory/peak_bytes/update"], step["memory/peak_bytes/rollout"]) == (7, 3)
+
+
+def test_one_rank_of_each_host_watches_the_jobs_gpus_there(tmp_path):
+    run, calls = fake_run(tmp_path)
+    places = [Place("a", "GPU-1"), Place("b", "GPU-3"), Place("a", "GPU-2"), Place("b", "GPU-3"), Place("c")]
+    run.worker._answers["place"] = lambda: places
+    use = [{"utilization": 0.5, "memory_bytes": 3e9, "power_watts": 300.0}, {"utilization": 0.7, "memory_bytes": 2e9}]
+    run.worker._answers["measured"] = lambda: [Measured(gpus=use)] + [Measured()] * 4
+    for _ in range(2):
+        run.begin_step()
+        run.finish_step()
+    assert [args for name, args in calls if name == "worker.watch_gpus"] == [({0: ["GPU-1", "GPU-2"], 1: ["GPU-3"]},)]
+    step = run.recorder.history.steps[1]
+    found = {name: value for name, value in step.items() if name.startswith("gpu/")}
+    expected = {"gpu/utilization_mean": 0.6, "gpu/memory_bytes_max": 3e9, "gpu/power_watts_mean": 300.0}
+    assert found == pytest.approx(expected)
+
+
+def test_what_is_missing_to_watch_gpus_is_said_once_and_on_a_cpu_nothing(tmp_path, capsys):
+    for lacks, times in ((INSTALL, 1), ("", 0)):
+        run, calls = fake_run(tmp_path, "run.overwrite=true")
+        run.worker._answers["place"] = lambda lacks=lacks: [Place("a", lacks=lacks)] * 3
+        for _ in range(2):
+            run.begin_step()
+            run.finish_step()
+        assert capsys.readouterr().out.count("nvidia-ml-py") == times
+        assert not [name for name in run.recorder.history.steps[1] if name.startswith("gpu/")]
+        assert "worker.watch_gpus" not in [name for name, _ in calls]
 
 
 def test_the_time_that_a_checkpoint_took_is_in_the_row_of_the_next_step(tmp_path):

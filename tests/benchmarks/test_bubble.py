@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from benchmarks import bubble
-from benchmarks.bubble_case import Row, Work, figures, measure
+from benchmarks.bubble_case import Row, Work, figures, measure, meter_cost
 from benchmarks.bubble_picture import draw
+from hybridflow.planner.hardware import named
+from hybridflow.planner.records import read_runs
 from hybridflow.planner.schedule import Schedule, Task, simulate
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
@@ -56,6 +58,20 @@ def test_figures_of_a_pass_that_ran_as_simulated_but_for_its_transfers():
     assert figures(schedule, [ideal, slowed, slowed])["residual"] > 0.01  # the median pass
 
 
+def test_rows_are_runs_for_the_planner(tmp_path):
+    fields = hf_models.config("qwen2", True)
+    work = Work(HFConfig.from_dict(fields), torch.bfloat16, lengths=(12,) * 16, repeat=1)
+    result = {"seconds": {"median": 0.5}, "peak_allocated_bytes": 1e9}
+    rows = [bubble.read_row(text, 4, SPLIT) for text in ("TP2 PP2 VPP2 M4", "PP2 DP2 M4", "PP4 M3")]
+    runs = [run for row in rows for run in bubble.run_of(row, work, fields, named("H200"), result)]
+    assert len(runs) == 1  # neither that with replicas, nor that whose micro-batches differ
+    assert runs[0]["layout"] == {"ranks": 4, "tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True, "stages": [1, 1, 1, 1]}
+    assert runs[0]["lengths"] == [12] * 4 and runs[0]["optimizer"] is False
+    file = tmp_path / "runs.json"
+    file.write_text(json.dumps({"results": {"rows": [], "runs": runs}}))
+    assert read_runs(file)[0].name == "update TP2 x PP2 x VPP2 4 x 48 without optimizer"
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_layout_files(ranks: int):
     lines = (bubble.ROOT / "benchmarks" / "layouts" / f"bubble_{ranks}.txt").read_text().splitlines()
@@ -101,14 +117,16 @@ def test_the_table_and_the_record(monkeypatch, capsys, tmp_path):
             "micro_batches": 4,
             "schedule": "1F1B",
             "loss": None,
+            "meter": meter_cost([1.01, 1.02], [1.0, 1.0]) if vpp == 2 else None,
         }
         measured = figures(schedule, [simulate(schedule, lambda task: 0.1)])
         results.append(ran | {"seconds": {"median": 1.0}} | measured)
-        bubble.report(arguments, {}, Work(None, torch.float32, (1,), 1, sleep=1.0), results)
+        bubble.report(arguments, {}, Work(None, torch.float32, (1,), 1, sleep=1.0), results, runs=[])
     assert results[1]["of_1f1b"] == pytest.approx((1 / 9) / (1 / 5))
     table = capsys.readouterr().out.splitlines()
     assert "25.0     20.0 |      20.0      20.0" in table[2]
     assert "55.6" in table[3]
+    assert table[4].strip() == "the meter: 1.0150 s with it, 1.0000 without: +1.50% of a pass"
     saved = json.loads(out.read_text())
     assert len(saved["results"]["rows"]) == 2 and "drawn" not in saved["results"]["rows"][0]
     assert out.with_suffix(".png").is_file()

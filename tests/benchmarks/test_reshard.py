@@ -179,7 +179,9 @@ def inputs(*options: str, ranks: int = 4) -> tuple:
     "file", sorted((reshard.ROOT / "benchmarks" / "layouts").glob("[0-9]*.txt")), ids=lambda file: file.stem
 )
 def test_shipped_sweeps_fit_their_models(file):
-    models = ("qwen3_30b_a3b",) if "moe" in file.stem else ("tiny", "qwen2_180m", "qwen2_7b", "qwen2_32b")
+    models = {"8_gpu": ("tiny_wide", "qwen2_7b", "qwen2_32b"), "8_gpu_wide": ("tiny_wide", "qwen2_32b")}.get(
+        file.stem, ("qwen3_30b_a3b", "tiny_moe") if "moe" in file.stem else ("tiny", "qwen2_180m", "qwen2_7b", "qwen2_32b")
+    )
     for model in models:
         path = reshard.ROOT / "configs" / "models" / f"{model}.json"
         assert inputs("--model", str(path), "--sweep", str(file), ranks=int(file.stem.split("_")[0]))[2]
@@ -208,13 +210,17 @@ def test_options(tmp_path, monkeypatch, capsys):
     assert pairs == [Pair(Layout(4, ep=2, etp=2), 4, True)]
     with pytest.raises(ValueError, match="ep=3 x etp=1 = 3 does not divide the 4 ranks of a pipeline stage"):
         inputs("--model", str(model), "--ep", "3")
+    seven_b = str(reshard.ROOT / "configs" / "models" / "qwen2_7b.json")
+    with pytest.raises(ValueError, match="TP8 does not divide the model's num_attention_heads=28"):
+        inputs("--model", seven_b, "--tp", "8", ranks=8)
     monkeypatch.setattr("sys.argv", ["reshard.py", "--model", str(model), "--rollout-tp", "3"])
     assert reshard.main() == 2
     assert capsys.readouterr().err.startswith("error: roles.rollout.tp=3 cannot split this model")
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("smollm2_135m", 0.1345), ("qwen2_7b", 7.616), ("qwen2_32b", 32.76), ("qwen2_180m", 0.178)]
+    ("name", "billions"),
+    [("smollm2_135m", 0.1345), ("qwen2_7b", 7.616), ("qwen2_32b", 32.76), ("qwen2_180m", 0.178), ("llama3_8b", 8.030)],
 )
 def test_model_shapes_have_the_size_that_their_name_says(name, billions):
     path = reshard.ROOT / "configs" / "models" / f"{name}.json"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridflow.metrics.throughput import training_flops
+from hybridflow.planner.calibration import Calibration
+from hybridflow.planner.records import calibrate, read_runs
 from megatron_ext.hf_config import HFConfig
 
 ROOT = Path(__file__).parents[2]
@@ -25,13 +27,33 @@ def run(*options: str, ranks: int, timeout: float) -> subprocess.CompletedProces
 @pytest.mark.timeout(300)
 def test_every_part(tmp_path):
     out = tmp_path / "throughput.json"
-    sizes = ["--tokens", "64", "--micro-batches", "4", "--prompts", "4", "--prompt-tokens", "8", "--response-tokens", "8"]
+    sizes = [
+        "--tokens",
+        "64",
+        "--longest",
+        "16",
+        "--note",
+        "a note",
+        "--micro-batches",
+        "4",
+        "--prompts",
+        "4",
+        "--prompt-tokens",
+        "8",
+        "--response-tokens",
+        "8",
+    ]
     layout = ["roles.actor.pp=2", "roles.rollout.gpu_memory_utilization=0.05"]
     done = run(*sizes, "--steps", "2", "--warmup", "1", "--out", str(out), *layout, ranks=2, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     results = json.loads(out.read_text())["results"]
-    assert list(results) == ["rollout", "log_probs", "update"]
-    hf, lengths = HFConfig.from_dict(json.loads(MODEL.read_text())), [32, 16, 16] * 4
+    assert list(results) == ["rollout", "log_probs", "update", "runs"]
+    runs = read_runs(out)
+    names = ["update PP2 4 x 64, a note", "forward PP2 4 x 64, a note", "rollout TP1 4 x 8"]
+    assert [run.name for run in runs] == names
+    fitted = calibrate(Calibration(), runs)
+    assert all(0 < run.predict(fitted) < 1000 * run.seconds for run in runs)
+    hf, lengths = HFConfig.from_dict(json.loads(MODEL.read_text())), [16, 8, 8] * 8
     for name, share in (("update", 1), ("log_probs", 1 / 3)):
         found = results[name]
         seconds = found["seconds"]["median"]
@@ -52,6 +74,8 @@ def test_every_part(tmp_path):
     [
         (["--tokens", "30"], "--tokens=30 must be a multiple of 4"),
         (["roles.actor.pp=3"], "are fewer than roles.actor.tp=1 x pp=3 x cp=1 = 3"),
+        (["--tokens", "64", "--longest", "24"], "--longest=24 must be even, and --tokens=64 a multiple of twice that"),
+        (["--tokens", "64", "roles.actor.micro_batch_tokens=128"], "roles.actor.micro_batch_tokens=128 is --tokens=64"),
         (["nonsense"], "unknown arguments ['nonsense']"),
         (["roles.actor.ppp=2"], "did you mean roles.actor.pp?"),
     ],

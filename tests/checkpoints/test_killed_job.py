@@ -1,4 +1,4 @@
-"""A job killed outright and resumed ends as one that was left alone: metrics, samples and weights."""
+"""A job killed outright, resumed, asked to leave and resumed again ends as one left alone: metrics, samples and weights."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ warm_start: {steps: 10, batch_size: 16, optimizer: {lr: 3.0e-3}}
 evaluation: {problems: 4, every: 2}
 run: {steps: 6, save_every: 2}
 """
-MEASURED = ("time/", "perf/", "memory/")  # never twice the same
+MEASURED = ("time/", "perf/", "memory/", "straggler/")  # never twice the same
 OF_THE_PROCESS = ("reshard/verified", "reshard/wire_bound_fraction")  # checked after every start
 
 
@@ -74,7 +74,10 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path):
     checkpoints = tmp_path / "killed" / "checkpoints"
     newest = checkpoints / "step-4" / "critic" / "__0_0.distcp"
     os.truncate(newest, newest.stat().st_size // 2)  # and a disk that lost its end
-    output = finish(start(tmp_path, "killed"))
+    leaving = "roles.actor.implementation=tests.checkpoints.leaving:LeavingActor"
+    output = finish(start(tmp_path, "killed", leaving, "run.save_every=3"), status=99)
     assert f"skipped: {checkpoints}/step-4: critic/__0_0.distcp has " in output
     assert f"resumes after step 2 from {checkpoints}/step-2" in output
+    assert "SIGTERM: ending after step 4 of 6; run.resume=auto goes on from there" in output
+    assert f"resumes after step 4 from {checkpoints}/step-4" in finish(start(tmp_path, "killed"))
     assert_same_run(tmp_path / "killed", tmp_path / "whole")

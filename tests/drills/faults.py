@@ -24,6 +24,7 @@ import psutil
 
 from hybridflow.algorithms.skipped import load_batch
 from hybridflow.checkpoints.folder import find
+from hybridflow.controller import stopping
 from hybridflow.data.tiny_model import make_tiny_model
 from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
 from tests.drills import checkpoints
@@ -91,7 +92,7 @@ class Drilled:
         """Within, the driver stands still in a phase of a step."""
         driver = self.driver()
         while driver.status() != psutil.STATUS_STOPPED:
-            self.wait_for(lambda: self.has_note("stoppable") and self._is_in(phase), phase, 0.001)
+            self.wait_for(lambda: self.has_note(stopping.READY) and self._is_in(phase), phase, 0.001)
             driver.suspend()
             self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
             if not self._is_in(phase):  # it has gone on meanwhile: in the next step
@@ -186,7 +187,7 @@ class Drills:
             members = [] if RAY[0] in options else job.family()  # Ray's own processes would end at once
             for member in (psutil.Process(job.process.pid), *members):
                 member.send_signal(signal.SIGTERM)
-            job.wait_for(lambda: job.has_note("stop-asked"), "the question")
+            job.wait_for(lambda: job.has_note(stopping.ASKED), "the question")
         output = job.ended(f"SIGTERM in {phase}{', Ray' if RAY[0] in options else ''}", 99, " ")
         step = int(re.search(r"SIGTERM: ending after step (\d+) of 12; run.resume=auto goes on from there", output)[1])
         whole, broken_ones = find(job.run / "checkpoints")

@@ -1,14 +1,20 @@
 """Seconds of passes and rollouts: the span of a schedule against a simulated one, and how costs follow from sizes."""
 
 import dataclasses
+import statistics
+from itertools import product
 
 import pytest
 
 from hybridflow.planner.calibration import GIB, Calibration
+from hybridflow.planner.counts import chunk_layers
 from hybridflow.planner.generation import EngineTask, reshard_seconds, rollout
 from hybridflow.planner.hardware import Cluster, named
 from hybridflow.planner.passes import Machine, Micro, Task, forward_pass, span, update_pass
-from megatron_ext.layout import Layout
+from hybridflow.planner.schedule import Schedule, simulate
+from hybridflow.planner.schedule import Task as ScheduledTask
+from megatron_ext.intervals import bubble
+from megatron_ext.layout import Layout, Split
 from tests.planner.models import h200s, shape
 
 HF = shape("qwen2_7b")
@@ -49,6 +55,27 @@ def test_span_of_1f1b_is_that_of_a_simulated_one(forward, micro_batches):
     assert simulated * (1 - 1e-9) <= found <= simulated * (1 + 0.2 / micro_batches)  # exact where stages are even
     if len(set(forward)) == 1:
         assert found == pytest.approx(simulated)
+
+
+def test_span_of_uneven_stages_is_near_the_simulated_schedule():
+    """28, 32 and 64 layers beside an output layer that takes as long as about two, split evenly and with it counted."""
+    errors = []
+    for layers, pp, vpp, loss in product((28, 32, 64), (2, 4, 8), (1, 2, 4), (0, 2)):
+        if layers < pp * vpp + loss:
+            continue
+        chunks = chunk_layers(layers, pp, vpp, Split(loss=loss))
+
+        def seconds(task: ScheduledTask, chunks=chunks, pp=pp, vpp=vpp) -> float:
+            last = task.stage == pp - 1 and task.chunk == vpp - 1
+            return (chunks[task.stage][task.chunk] + 2.2 * last) * (2 if task.kind == "backward" else 1)
+
+        stages = [3 * sum(stage) for stage in chunks]
+        stages[-1] += 3 * 2.2
+        for micro_batches in (pp, 2 * pp):
+            simulated = bubble([simulate(Schedule(pp, micro_batches, vpp), seconds)]).span_s
+            errors.append(span(stages, micro_batches, vpp) / simulated - 1)
+    assert len(errors) > 80 and max(map(abs, errors)) < 0.08
+    assert statistics.fmean(map(abs, errors)) < 0.0125
 
 
 def test_interleaving_divides_the_bubble():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The drill of launch/slurm: a real Slurm with two "nodes" on this machine runs the templates on CPU.
 #
-#   bash launch/test.sh --drills slurm [torchrun|ray]      installs Debian's Slurm where it is missing; needs root; about 10 minutes
+#   bash launch/test.sh --drills slurm [torchrun|ray]      installs Debian's Slurm where it is missing; needs root; 10 to 25 minutes
 #
 # A torchrun job goes back to the queue three times: by `scontrol requeue`, by a SIGUSR1, as when its time is up, and because a job
 # of a higher partition wants its nodes. A Ray job goes back twice: by a SIGUSR1, and for the higher partition. Every start resumes
@@ -33,25 +33,22 @@ await() { # what, seconds, condition
   note "$1"
 }
 steps() { cat "$run/metrics.jsonl" 2> /dev/null | wc -l; }
-begin() { # name, options of sbatch, --, the template's arguments
-  run=$work/$1 name=$1 done=0 restarts=0
-  local options=()
-  while [ "$2" != -- ]; do options+=("$2"); shift; done
-  shift 2
+begin() { # the template's name, its arguments
+  run=$work/$1 name=$1 reached=0 restarts=0
   note "sbatch launch/slurm/$name.sbatch --config configs/quickstart.yaml cluster.ranks_per_node=1 ..."
-  job=$(sbatch --parsable --gpus-per-node=2 --cpus-per-task=2 --time=60 --output="$work/$name.out" "${options[@]}" \
-    "launch/slurm/$name.sbatch" "$@" "run.dir=$run")
+  job=$(sbatch --parsable --gpus-per-node=2 --cpus-per-task=2 --time=60 --output="$work/$name.out" \
+    "launch/slurm/$name.sbatch" "${@:2}" "run.dir=$run") || exit 1
 }
 progress() { # it runs, and has done a step since it was started last
-  await "a step is done" 1200 '[ "$(steps)" -gt $done ] && [ "$(state "$job")" = RUNNING ]'
+  await "a step is done" 1200 '[ "$(steps)" -gt $reached ] && [ "$(state "$job")" = RUNNING ]'
 }
 again() { # a job that went back waits two minutes; a start in the very second of the requeue fails
   restarts=$((restarts + 1))
   await "the job is back in the queue" 240 '[ "$(state "$job")" = PENDING ]'
-  done=$(steps)
-  local saved="$run/checkpoints/step-$done/complete.json"
-  [ -s "$saved" ] || fail "step $done, its last one, is not saved"
-  note "steps done: $done, the last one is saved; restarts: $restarts"
+  reached=$(steps)
+  local saved="$run/checkpoints/step-$reached/complete.json"
+  [ -s "$saved" ] || fail "step $reached, its last one, is not saved"
+  note "steps done: $reached, the last one is saved; restarts: $restarts"
   sleep 2
   scontrol update JobId="$job" StartTime=now
 }
@@ -87,7 +84,7 @@ note "a run without Slurm, to compare with, has ended"
 small+=(cluster.ranks_per_node=1)
 
 case ${1:-torchrun} in torchrun)
-  begin torchrun -- "${small[@]}"
+  begin torchrun "${small[@]}"
   progress
   scontrol requeue "$job"
   note "scontrol requeue"
@@ -103,10 +100,10 @@ case ${1:-torchrun} in torchrun)
 esac
 case ${1:-ray} in ray)
   # Ray's own processes would end at a preemption's SIGTERM
-  echo PreemptParameters=send_user_signal >> "$SLURM_CONF"
-  scontrol reconfigure
+  sed -i 's/^SchedulerParameters=.*/&,preempt_send_user_signal/' "$SLURM_CONF"
+  scontrol reconfigure || exit 1
   export CPUS_PER_NODE=1
-  begin ray -- "${small[@]}"
+  begin ray "${small[@]}"
   progress
   scancel --batch --signal=USR1 "$job"
   note "SIGUSR1 to its script"

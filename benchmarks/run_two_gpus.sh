@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# The figures on two GPUs of one host: bubbles, updates and what tunes them, rollouts, the planner's forecast, whole steps.
+#
+#   bash benchmarks/run_two_gpus.sh --out benchmarks/results/h200x2 [--parts "bubble update"] [--only REGEX] [--list]
+#   bash benchmarks/run_two_gpus.sh --out FOLDER --dry-run         the same commands on CPU ranks, with tiny models
+#
+# Parts, and what they should take on two H200s (3 to 4 s for an update of 64k tokens, 1 for its log-probs, 40 until a process is
+# ready):
+#   bubble      7.6B Qwen2 shape, 28 layers: 1F1B m = 4, 8, 16 and v = 2 (4 min); Llama-8B shape, 32 layers: v = 2, 4 (4 min);
+#               the meter's own cost (2 min)
+#   update      update and log-probs in TP2, PP2, PP2 x VPP2, DP2, all of 64k tokens: 6 x 100 s
+#   tune        one change at a time to them: 8 x 65 s
+#   rollout     TP2 and TP1 against plain vLLM in the same run: 2 x 4 min
+#   unseen      another length, another model: what no calibration has seen: 3 x 100 s
+#   forecast    calibrated on TP2 alone, held against all the rest that is in --out: seconds, needs no GPU
+#   step        whole RL steps: the planner's first choice, TP2 to TP2, DP2 to TP1, with that calibration if it is there: 8 min
+# --only takes the jobs whose names match, so that each fits a lease of a few minutes; --list prints them. PYTHON names the Python.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+: "${PYTHON:=$PWD/.venv/bin/python}"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+OUT='' DRY_RUN='' LIST='' ONLY='' every="bubble update tune rollout unseen forecast step" parts=''
+usage() { sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "${1:-2}"; }
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --out) OUT=$2 && shift ;;
+    --parts) parts=$2 && shift ;;
+    --only) ONLY=$2 && shift ;;
+    --list) LIST=1 ;;
+    --dry-run) DRY_RUN=1 ;;
+    --help) usage 0 ;;
+    *) usage ;;
+  esac
+  shift
+done
+: "${parts:=$every}"
+[[ -n $OUT || -n $LIST ]] || { echo "error: --out is missing: the folder of the results" >&2 && exit 2; }
+for part in $parts; do
+  [[ " $every " == *" $part "* ]] || { echo "error: --parts: there is no $part" >&2 && exit 2; }
+done
+source benchmarks/jobs.sh
+
+shapes=configs/models
+qwen=$shapes/qwen2_7b.json llama=$shapes/llama3_8b.json
+sequences=32 length=2048 passes=5 rounds=10 tokens=4096 limit=420 timed=(--steps 10 --warmup 3)
+rolled=(--prompts 128 --prompt-tokens 512 --response-tokens 512) work=(--prompts 8 --samples 8 --steps 8) here=() kv=()
+if [[ -n $DRY_RUN ]]; then
+  qwen=$shapes/tiny_wide.json llama=$qwen
+  sequences=16 length=8 passes=1 rounds=2 tokens=64 limit=900 timed=(--steps 2 --warmup 1 --prompt-tokens 8 --response-tokens 8)
+  rolled=(--prompts 2)
+  work=(--layers 2 --prompts 4 --samples 2 --prompt-tokens 9 --response-tokens 8 --steps 3)
+  here=(--gpu H200) kv=(roles.rollout.gpu_memory_utilization=0.05)
+  export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
+fi
+torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node 2)
+
+bubble() { # two layers less on the last stage: what the output layer takes
+  local passes_of=(--split-loss 2 --sequences "$sequences" --length "$length" --repeat "$passes")
+  job bubble_qwen "$limit" "${torchrun[@]}" benchmarks/bubble.py --model "$qwen" --layers 28 "${passes_of[@]}" --row "PP2 M4" \
+    --row "PP2 M8" --row "PP2 M16" --row "PP2 VPP2 M4" --row "PP2 VPP2 M8" --row "PP2 VPP2 M16" --out "$OUT/bubble_qwen.json"
+  job bubble_llama "$limit" "${torchrun[@]}" benchmarks/bubble.py --model "$llama" --layers 32 "${passes_of[@]}" --row "PP2 M8" \
+    --row "PP2 M16" --row "PP2 VPP2 M8" --row "PP2 VPP4 M4" --row "PP2 VPP4 M8" --row "PP2 VPP4 M16" --out "$OUT/bubble_llama.json"
+  job bubble_meter "$limit" "${torchrun[@]}" benchmarks/bubble.py --model "$qwen" --layers 28 "${passes_of[@]}" \
+    --row "PP2 VPP2 M16" --cost "$rounds" --out "$OUT/bubble_meter.json"
+}
+
+training() { # name, model, note, options and keys: update and log-probs
+  local name=$1 model=$2 note=$3
+  shift 3
+  job "$name" "$limit" "${torchrun[@]}" benchmarks/throughput.py --model "$model" --parts update log_probs "${timed[@]}" \
+    --note "$note" --out "$OUT/$name.json" "$@"
+}
+
+tp2=(roles.actor.tp=2 roles.actor.sequence_parallel=true) pp2=(roles.actor.pp=2 roles.actor.split.by_cost=true)
+vpp2=("${pp2[@]}" roles.actor.vpp=2)
+quick=(--parts update --steps 5 --warmup 2)
+# The same tokens in the same sequences for every layout: a data-parallel rank has half of them
+sixteen=(--tokens "$tokens" --micro-batches 16) eight=(--tokens $((2 * tokens)) --longest $((tokens / 2)) --micro-batches 8)
+
+update() {
+  training update_tp2 "$qwen" '' "${sixteen[@]}" "${tp2[@]}"
+  training update_tp2_double "$qwen" '' "${eight[@]}" "${tp2[@]}"
+  training update_pp2 "$qwen" '' "${sixteen[@]}" "${pp2[@]}"
+  training update_pp2_vpp2 "$qwen" '' "${sixteen[@]}" "${vpp2[@]}"
+  training update_dp2 "$qwen" '' --tokens "$tokens" --micro-batches 8
+  # the criterion's own size: 8 micro-batches at PP2
+  training update_pp2_m8 "$qwen" '' "${eight[@]}" "${pp2[@]}"
+}
+
+tune() { # what pays stays in the recipes and in update's layouts
+  local eight=("${eight[@]}" "${quick[@]}")
+  training tune_tp2_fusion "$qwen" "gradients added by the products' kernels" "${eight[@]}" "${tp2[@]}" \
+    roles.actor.megatron.gradient_accumulation_fusion=true
+  training tune_tp2_qkv_rope "$qwen" "one kernel rotates query and key" "${eight[@]}" "${tp2[@]}" \
+    roles.actor.megatron.fused_single_qkv_rope=true
+  training tune_tp2_quadruple "$qwen" "micro-batches of four times as many tokens" "${quick[@]}" --tokens $((4 * tokens)) \
+    --longest $((tokens / 2)) --micro-batches 4 "${tp2[@]}"
+  training tune_pp2_even "$qwen" "stages with as many layers" "${eight[@]}" roles.actor.pp=2
+  training tune_pp2_sync "$qwen" "no synchronisation after a transfer" "${eight[@]}" "${pp2[@]}" \
+    roles.actor.megatron.batch_p2p_sync=false
+  training tune_vpp2_flush "$qwen" "transfers of warm-up and flush overlapped" "${eight[@]}" "${vpp2[@]}" \
+    roles.actor.megatron.overlap_p2p_comm_warmup_flush=true
+  training tune_dp2_overlap "$qwen" "gradients reduced behind the last backward" "${quick[@]}" --tokens "$tokens" --micro-batches 8 \
+    roles.actor.overlap_grad_reduce=true
+  training tune_pp2_graphs "$qwen" "CUDA graphs of layers" "${eight[@]}" "${pp2[@]}" roles.actor.megatron.cuda_graph_impl=local
+}
+
+rollout() { # 0.6 of a GPU for the engine, beside the actor's weights and gradients
+  local rolls=("${torchrun[@]}" benchmarks/throughput.py --model "$qwen" --parts rollout "${rolled[@]}" "${timed[@]}")
+  job rollout_tp2 "$limit" "${rolls[@]}" --out "$OUT/rollout_tp2.json" "${tp2[@]}" roles.rollout.tp=2 "${kv[@]}"
+  job rollout_tp1 "$limit" "${rolls[@]}" --out "$OUT/rollout_tp1.json" "${tp2[@]}" roles.rollout.tp=1 "${kv[@]}"
+}
+
+unseen() {
+  training unseen_long "$qwen" '' --tokens $((2 * tokens)) --micro-batches 8 "${pp2[@]}"
+  training unseen_llama_pp2 "$llama" '' "${sixteen[@]}" "${pp2[@]}"
+  training unseen_llama_tp2 "$llama" '' "${sixteen[@]}" "${tp2[@]}"
+}
+
+forecast() { # calibrated on TP2 of one model; `tune` has runs that a forecast cannot tell apart
+  local file seen=() others=()
+  for file in "$OUT"/update_tp2.json "$OUT"/update_tp2_double.json "$OUT"/rollout_tp2.json; do
+    [[ -f $file ]] && seen+=("$file")
+  done
+  for file in "$OUT"/update_[pd]p2*.json "$OUT"/unseen_*.json "$OUT"/rollout_tp1.json "$OUT"/bubble_qwen.json; do
+    [[ -f $file ]] && others+=("$file")
+  done
+  if [[ -z $LIST && (${#seen[@]} == 0 || ${#others[@]} == 0) ]]; then
+    echo "forecast: $OUT lacks the results of update, rollout or unseen" && return 0
+  fi
+  TAIL=40 job forecast 120 "$PYTHON" benchmarks/forecast.py --calibrate "${seen[@]}" --compare "${others[@]}" \
+    --save "$OUT/calibration.json" --out "$OUT/forecast.json"
+}
+
+step() {
+  [[ -f $OUT/calibration.json ]] && here+=(--calibration "$OUT/calibration.json")
+  job step_7b "$((2 * limit))" "$PYTHON" benchmarks/whole_step.py --model "$qwen" --ranks 2 "${work[@]}" "${here[@]}" \
+    --layout planner --layout "TP2 to TP2: roles.actor.tp=2 roles.actor.sequence_parallel=true roles.rollout.tp=2" \
+    --layout "DP2 to TP1: roles.rollout.tp=1" --out "$OUT/step_7b.json" "${kv[@]}"
+}
+
+for part in $parts; do "$part"; done
+finish

@@ -1,0 +1,64 @@
+"""The scripts that run many figures: every command that they list has files and options that exist."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bubble, forecast, reshard, throughput, whole_step
+
+ROOT = Path(__file__).parents[2]
+PARSERS = {module.__name__.rpartition(".")[2]: module.parser for module in (bubble, forecast, reshard, throughput, whole_step)}
+
+
+def listed(*options: str) -> list[list[str]]:
+    done = subprocess.run(["bash", *options, "--list"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    return [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    ")]
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    "script", [["run_two_gpus.sh"], ["run_many_gpus.sh", "--ranks", "4"], ["run_many_gpus.sh", "--ranks", "8"]]
+)
+def test_listed_commands_are_taken(script, dry, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", script[-1] if len(script) > 1 else "2")
+    found = listed(f"benchmarks/{script[0]}", *script[1:], *dry, "--out", "OUT")
+    assert len(found) >= 8
+    for words in found:
+        (at,) = [number for number, word in enumerate(words) if word.startswith("benchmarks/") and word.endswith(".py")]
+        name, rest = Path(words[at]).stem, words[at + 1 :]
+        for word in rest:
+            if word.startswith(("benchmarks/", "configs/")):
+                assert (ROOT / word).is_file(), word
+        if name in PARSERS and name != "forecast":  # which lists the files that are there
+            _, left = PARSERS[name]().parse_known_args(rest)
+            assert all("=" in word and not word.startswith("-") for word in left), left
+    outs = [words[words.index("--out") + 1] for words in found]
+    assert len(set(outs)) == len(outs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["run_many_gpus.sh", "--ranks", "3", "--out", "x"], "error: --ranks=3 must be 4 or 8"),
+        (["run_many_gpus.sh", "--ranks", "4"], "error: --out is missing"),
+        (["run_two_gpus.sh", "--out", "x", "--parts", "lunch"], "error: --parts: there is no lunch"),
+    ],
+)
+def test_bad_input_is_status_2(options, message):
+    command = ["bash", f"benchmarks/{options[0]}", *options[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(message)
+
+
+def test_a_job_that_fails_or_takes_too_long_is_in_the_table(tmp_path):
+    script = f"OUT={tmp_path}; source benchmarks/jobs.sh; job good 60 echo fine; job bad 60 false; job slow 1 sleep 60; finish"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    table = done.stdout.partition("=== what ran\n")[2].splitlines()
+    assert [line.split()[0] for line in table] == ["good", "bad", "slow"]
+    assert [line.partition(" s  ")[2] for line in table] == ["ok", "FAILED, status 1", "OUT OF TIME"]
+    assert (tmp_path / "jobs.txt").read_text().splitlines() == table and (
+        tmp_path / "logs" / "good.log"
+    ).read_text() == "fine\n"
