@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridflow.data.tiny_model import make_tiny_model
 from hybridflow.report.page import report
 from tests import small_job
+from tests.processes import living
 from tests.small_job import TIMEOUT, finish, ranks_of, rows
 
 # The quickstart in small.
@@ -210,7 +211,7 @@ def test_a_rollout_on_a_rank_of_its_own_and_a_rank_that_is_killed(model, tmp_pat
         at = r"(died in \w+\.\w+ \(step \d+, \w+\)|was ended by SIGKILL in .*phase \w+ after \d+ steps): .*"
         assert re.match(rf"hybridflow: error: rank {rank} on \S+ {at}; its roles: {roles}(;|$)", last), last
         assert time.monotonic() - killed < 60
-        assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert living(family) == []
         first = json.loads(metrics.read_text().splitlines()[0])
         assert first["reshard/verified"] is True and first["mismatch/log_prob_abs_max"] < 1e-3
         assert "actor TP2 -> rollout one rank: resharding: " in output

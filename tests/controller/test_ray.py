@@ -23,6 +23,7 @@ from hybridflow.controller import ray_cluster
 from hybridflow.controller.ray_cluster import Seat
 from hybridflow.ray_driver import settings
 from tests.config.folders import write_config, write_model
+from tests.processes import kill, living
 from tests.world import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +66,7 @@ class Job:
     def left(self) -> list[psutil.Process]:
         """Processes of the job, by descent or by their folder, that are still there."""
         by_folder = [p for p in psutil.process_iter(["cmdline"]) if any(str(self.folder) in w for w in p.info["cmdline"] or [])]
-        alive = [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        return by_folder + alive
+        return by_folder + living(self.family)
 
     def left_over(self, ranks: list[dict]) -> list:
         """Processes, files of an embedded Ray, shared memory of ranks."""
@@ -77,8 +77,7 @@ class Job:
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(40)
-        for process in (self.process, *self.left()):
-            process.kill()
+        kill((self.process, *self.left()))
         shutil.rmtree(self.folder, ignore_errors=True)
         for file in (self._printed, self._said):
             file.unlink()
@@ -208,9 +207,7 @@ def cluster() -> Iterator[str]:
                 user.setenv(name, value)
             yield f"127.0.0.1:{port}"
     finally:
-        family = [p for node in nodes for p in (*psutil.Process(node.pid).children(recursive=True), node)]
-        for process in family:
-            process.kill()
+        kill([p for node in nodes for p in (*psutil.Process(node.pid).children(recursive=True), node)])
         for node in nodes:
             node.wait(10)
         shutil.rmtree(folder, ignore_errors=True)

@@ -28,6 +28,7 @@ from hybridflow.controller import stopping
 from hybridflow.data.tiny_model import make_tiny_model
 from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
 from tests.drills import checkpoints
+from tests.processes import living
 
 PATIENCE = 900  # seconds for anything, on a busy machine
 MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
@@ -123,7 +124,7 @@ class Drilled:
         finally:
             self.process.kill()
         seconds = time.monotonic() - self._since
-        left = {process for process in self._known if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
+        left = set(living(self._known))
         left |= {other for other in psutil.process_iter(["environ"]) if (other.info["environ"] or {}).get(MARK) == self._mark}
         memory = [path for path in self.memory if Path(path.removesuffix(" (deleted)")).exists()]
         files = os.listdir(self._temporary.name)

@@ -26,6 +26,7 @@ import psutil
 
 from hybridflow.controller import hang
 from hybridflow.data.tiny_model import make_tiny_model
+from tests.processes import living
 from tests.small_job import finish, notes_of, ranks_of, rows, start, write_classifier, write_recipe
 
 LAUNCHERS = ("torchrun", "ray")
@@ -194,7 +195,7 @@ class Job:
         output, _ = self.process.communicate(timeout=PATIENCE)
         seconds = time.monotonic() - sent
         assert self.process.returncode == 1, output[-4000:]
-        left = [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+        left = living(family)
         left += [process for process in psutil.process_iter() if str(self.folder) in " ".join(_words(process))]
         assert not left, left
         shared = set(os.listdir("/dev/shm")) - self.before
