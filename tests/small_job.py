@@ -70,7 +70,7 @@ def finish(process: subprocess.Popen, timeout: float = TIMEOUT, status: int = 0)
     return output
 
 
-def notes_of(process: subprocess.Popen, timeout: float = 300) -> Path:
+def notes_of(process: subprocess.Popen, timeout: float = 900) -> Path:
     """Where the processes of a job on this machine note what they are at; waits until there are any."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
