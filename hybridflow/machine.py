@@ -52,7 +52,7 @@ def look(run_dir: Path, port: int = 0) -> Machine:
     names = nvidia_smi("--query-gpu=name", "--format=csv,noheader")
     return Machine(
         gpus=tuple(names),
-        driver=next(iter(nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), ""),
+        driver=driver(),
         links=links(nvidia_smi("topo", "-m")) if len(names) > 1 else (),
         shared_memory=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -117,6 +117,11 @@ def judge(machine: Machine, ranks: int, nodes: int) -> tuple[list[str], list[str
     if machine.gpus and ranks > len(machine.gpus):
         problems.append(f"{ranks} ranks, but {len(machine.gpus)} GPUs: lower cluster.ranks_per_node")
     return problems, warnings
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; empty without GPUs."""
+    return next(iter(nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
 
 
 def nvidia_smi(*arguments: str) -> list[str]:

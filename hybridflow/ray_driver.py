@@ -19,6 +19,7 @@ from hybridflow.config.preflight import chosen_device
 from hybridflow.config.schema import Config, ConfigError
 from hybridflow.controller import faults, hang
 from hybridflow.controller.hang import Watch
+from hybridflow.controller.placement import place
 from hybridflow.processes import END, adopt_orphans, end_with_parent, ignore_polite_signals
 from hybridflow.supervise import Job, kill_descendants, supervise
 from hybridflow.torchrun import environment
@@ -69,7 +70,8 @@ def launch(config: Config, device: str, config_path: str, overrides: list[str]) 
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = settings(config) | {FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
         outer = environment(config, device, os.environ) | ours
-        watch = Watch(config.run.hang_minutes, [faults.DRIVER], Path(config.run.dir).absolute() / "hang")
+        asked = [faults.DRIVER, *range(config.world_size)]  # the ranks by the driver, which hears of it in time
+        watch = Watch(config.run.hang_minutes, asked, Path(config.run.dir).absolute() / "hang", patience=30.0)
         return supervise(command(config_path, overrides), outer, "the driver", Job(watch=watch))
 
 
@@ -141,7 +143,7 @@ def open_transport(config: Config, device: str) -> "RayTransport":
     if config.cluster.address:
         print(ray_cluster.describe(seats, config.cluster.ranks_per_node), flush=True)
     host = ray.util.get_node_ip_address()
-    return RayTransport(actors, seats, host, config.run.port)
+    return RayTransport(actors, seats, host, config.run.port, placed=place(config).named())
 
 
 def rank_environment(config: Config, device: str) -> dict[str, str]:

@@ -8,18 +8,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from hybridflow.controller import faults, rank_log, stopping
+from hybridflow.controller import faults, hang, rank_log, stopping
 from hybridflow.controller.hang import Watch
 from hybridflow.processes import END, POLITE, adopt_orphans, ignore_polite_signals
 
 STOP_SECONDS = 20  # from the first signal until what is left is killed
 CLEAN_UP_SECONDS = 3  # for Python's resource trackers to delete what killed ranks left
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # in the ranks' environment: they would stay in /tmp, one and more for every engine
 OTHER_NODES_SECONDS = 5  # for what ranks of other nodes note, once a connection to them is lost
 
 
@@ -32,12 +33,14 @@ class Job:
         logs: where the ranks' output goes; None: nowhere but where the command sends it.
         leader: this is node 0, which speaks for all.
         watch: over the job's progress.
+        placed: the roles of every rank, for messages.
     """
 
     notes: Path | None = None
     logs: Path | None = None
     leader: bool = True
     watch: Watch | None = None
+    placed: Sequence[str] = ()
 
     @contextlib.contextmanager
     def open_notes(self) -> Iterator[Path]:
@@ -68,8 +71,9 @@ def supervise(command: list[str], environment: dict[str, str], name: str, job: J
     """
     adopt_orphans()
     before = set(psutil.Process().children(recursive=True))
-    with _stopped_by_signals() as stop, job.open_notes() as notes:
-        child = subprocess.Popen(command, env={**environment, faults.FOLDER: str(notes)}, start_new_session=True)
+    with _stopped_by_signals() as stop, job.open_notes() as notes, tempfile.TemporaryDirectory(prefix="hybridflow-") as sockets:
+        ours = {**environment, faults.FOLDER: str(notes), ENGINE_SOCKETS: sockets}
+        child = subprocess.Popen(command, env=ours, start_new_session=True)
         try:
             status, why = _wait(child, stop, notes, job)
         finally:
@@ -147,7 +151,7 @@ def _name(number: int) -> str:
 
 def _why(child: subprocess.Popen, notes: Path, name: str, job: Job) -> str:
     deadline = time.monotonic() + (OTHER_NODES_SECONDS if job.notes else 0)
-    while (cause := faults.cause(notes)) is None or faults.only_lost(notes):
+    while (cause := faults.cause(notes, job.placed, hang.latest(notes))) is None or faults.only_lost(notes):
         if time.monotonic() >= deadline:
             break
         time.sleep(0.2)

@@ -12,6 +12,7 @@ import psutil
 from hybridflow.config.schema import Config
 from hybridflow.controller import rank_log
 from hybridflow.controller.hang import Watch
+from hybridflow.controller.placement import place
 from hybridflow.rendezvous import Rendezvous, rendezvous
 from hybridflow.supervise import Job, supervise
 
@@ -52,7 +53,7 @@ def describe(config: Config, meeting: Rendezvous) -> Job:
     watch = Watch(
         config.run.hang_minutes, range(config.world_size), folder / "hang", meeting.node == 0, 30.0 if several else 10.0
     )
-    return Job(logs / "notes" if several else None, logs, meeting.node == 0, watch)
+    return Job(logs / "notes" if several else None, logs, meeting.node == 0, watch, place(config).named())
 
 
 def command(config: Config, meeting: Rendezvous, config_path: str, overrides: list[str]) -> list[str]:

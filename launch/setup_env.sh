@@ -51,16 +51,20 @@ install_cpu() {
 }
 
 install_gpu() {
-  local limits=(-c launch/constraints-gpu.txt)
+  local limits=(-c launch/constraints-gpu.txt) nvidia
   say "1 of 3: torch and vLLM"
-  pip_install "${limits[@]}" torch vllm setuptools wheel
+  pip_install "${limits[@]}" torch vllm setuptools wheel ninja
   say "2 of 3: Megatron-core and the rest"
   pip_install "${limits[@]}" --no-build-isolation -e ".[dev]"
   say "3 of 3: Transformer Engine"
-  if command -v nvcc > /dev/null; then # Transformer Engine's torch part is built from source
-    pip_install "${limits[@]}" --no-build-isolation pybind11 ninja "transformer-engine[pytorch,core_cu13]"
+  if command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
+    # Its torch part is built from source: with ninja, and against the toolkit's headers and those of cuDNN and NCCL, which torch
+    # has brought along and a toolkit does not have.
+    nvidia=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    PATH=$PWD/.venv/bin:$PATH CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} \
+      pip_install "${limits[@]}" --no-build-isolation "transformer-engine[pytorch,core_cu13]"
   else
-    say "no nvcc: going on without Transformer Engine (slower training)"
+    say "no nvcc, neither on the PATH nor in CUDA_HOME: going on without Transformer Engine (slower training)"
   fi
 }
 

@@ -4,6 +4,8 @@
 #   bash launch/test.sh [--no-install] [pytest arguments]         such as tests/config -k ladder
 #   bash launch/test.sh [--no-install] --drills slurm             a real Slurm with two nodes on this machine (root, Debian)
 #   bash launch/test.sh [--no-install] --drills two-nodes         two torchrun nodes on this machine (root)
+#   bash launch/test.sh [--no-install] --drills faults [NAME...]  signals, kills, hangs, NaN, a full disk: tests/drills/faults.py
+#   bash launch/test.sh [--no-install] --drills placements equal|kills|stops   roles placed in many ways, workers killed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup_env.sh
@@ -13,7 +15,9 @@ if [ "${1:-}" = --drills ]; then
   case "${2:-}" in
     slurm) exec bash launch/slurm/drill/run.sh "${@:3}" ;;
     two-nodes) exec bash launch/torchrun/drill.sh ;;
-    *) echo "--drills ${2:-}: use slurm or two-nodes" >&2; exit 2 ;;
+    faults) exec "$PYTHON" -m tests.drills.faults "${@:3}" ;;
+    placements) exec "$PYTHON" -m tests.drills.placements "${@:3}" ;;
+    *) echo "--drills ${2:-}: use slurm, two-nodes, faults or placements" >&2; exit 2 ;;
   esac
 fi
 exec "$PYTHON" -m pytest "$@"

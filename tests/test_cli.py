@@ -251,6 +251,8 @@ def job(path, tmp_path):
     package = tmp_path / "code/stand_in"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     processes = []
 
     def start(body: str) -> subprocess.Popen:
@@ -265,7 +267,7 @@ def job(path, tmp_path):
             torchrun.command = lambda *a: [w.replace("hybridflow.train", "stand_in.train") for w in original(*a)]
             sys.exit(torchrun.launch(config, "cpu", "c.yaml", ["mark={tmp_path}"]))
         """
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}"}
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}", "TMPDIR": str(temporary)}
         with (tmp_path / "said").open("w") as said:
             process = subprocess.Popen(
                 [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, text=True, stderr=said
@@ -277,6 +279,7 @@ def job(path, tmp_path):
     for process in processes:
         process.kill()
         process.wait()
+    assert list(temporary.glob("torchelastic*")) == []
 
 
 def left_over(mark: Path) -> list[psutil.Process]:
@@ -296,11 +299,16 @@ def wait_for(condition, seconds=60):
 
 @pytest.mark.timeout(120)
 def test_status_of_the_ranks(job, tmp_path):
-    assert job("open(os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))").wait(60) == 0
+    body = """
+        open(os.environ["RANK"], "w").write(" ".join(sys.argv[1:]))
+        open(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], os.environ["RANK"]), "w").close()
+    """
+    assert job(body).wait(60) == 0
+    assert list((tmp_path / "tmp").iterdir()) == []
     expected = f"--config c.yaml mark={tmp_path}"
     assert [(tmp_path / rank).read_text() for rank in "01"] == [expected, expected]
     assert (tmp_path / "said").read_text() == ""
-    assert job("sys.exit(2 if os.environ['RANK'] == '1' else 0)").wait(60) == 1
+    assert job("sys.exit(2) if os.environ['RANK'] == '1' else time.sleep(600)").wait(60) == 1  # the other is ended
     assert left_over(tmp_path) == []
     said = (tmp_path / "said").read_text()
     assert said.count("\n") == 1 and re.fullmatch(r"hybridflow: error: rank 1 on \S+ ended with status 2\n", said)

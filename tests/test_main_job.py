@@ -5,11 +5,9 @@ import collections
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,9 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.data.tiny_model import make_tiny_model
+from hybridflow.report.page import report
+from tests import small_job
+from tests.processes import living
+from tests.small_job import TIMEOUT, finish, ranks_of, rows
 
-ROOT = Path(__file__).parents[1]
-TIMEOUT = 500
 # The quickstart in small.
 QUICK = ["warm_start.steps=20", "run.steps=3", "evaluation.problems=16", "batch.prompts=16", "run.seed=3"]
 # What the quickstart leaves out: DP, a reference, several epochs, sequences that don't divide over ranks.
@@ -35,20 +35,7 @@ OTHER = [
 
 
 def start(model: Path, run: Path, overrides: list[str]) -> subprocess.Popen:
-    arguments = ["train", "--config", "configs/quickstart.yaml", f"model.path={model}", f"run.dir={run}", *overrides]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "hybridflow.cli", *arguments],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return small_job.start("configs/quickstart.yaml", f"model.path={model}", f"run.dir={run}", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +49,7 @@ def jobs(model, tmp_path_factory) -> dict[str, tuple[Path, str]]:
     root = tmp_path_factory.mktemp("runs")
     asked = {"quick": QUICK, "other": OTHER, "ray": [*QUICK, "cluster.launcher=ray"]}
     started = {name: start(model, root / name, options) for name, options in asked.items()}
-    found = {}
-    for name, process in started.items():
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT)
-        finally:
-            process.terminate()
-        assert process.returncode == 0, output[-6000:]
-        found[name] = root / name, output
-    return found
+    return {name: (root / name, finish(process)) for name, process in started.items()}
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
@@ -101,7 +80,7 @@ def test_ray_gives_what_torchrun_gives(jobs):
     ours, theirs = (rows(jobs[name][0] / "metrics.jsonl") for name in ("ray", "quick"))
     assert [step.keys() for step in ours] == [step.keys() for step in theirs] and len(ours) == 3
     for step, other in zip(ours, theirs, strict=True):
-        same = [name for name in step if name.partition("/")[0] not in ("time", "perf", "memory")]
+        same = [name for name in step if name.partition("/")[0] not in ("time", "perf", "memory", "straggler")]
         assert len(same) > 15
         for name in same:  # approx does not take None, for what a step does not measure
             near = pytest.approx(other[name], rel=0, abs=1e-6) if isinstance(other[name], float) else other[name]
@@ -190,6 +169,16 @@ def test_the_timeline_of_a_step(jobs):
             assert within > 0.95 * at_work, (within, at_work)
 
 
+def test_a_report_of_two_jobs(jobs, tmp_path):
+    (quick, _), (other, _) = jobs["quick"], jobs["other"]
+    page = report([quick, other], tmp_path / "report.html").read_text()
+    assert "finished: 3 of 3 steps" in page and "finished: 2 of 2 steps" in page and "Gaps in the run" not in page
+    for name in ("Loss of the actor", "Loss of the warm start", "Seconds by phase", "Pipeline bubble of the actor's updates"):
+        assert json.dumps(name).replace("'", "\\u0027") in page  # Jinja's JSON
+    assert "quick: the bubble was not measured" in page and "other: the bubble" not in page
+    assert "before training" in page and "where roles run" in page and "megatron-core" in page
+
+
 def test_a_run_that_is_there_is_not_overwritten(jobs, model):
     run, _ = jobs["quick"]
     before = (run / "metrics.jsonl").read_text()
@@ -201,9 +190,11 @@ def test_a_run_that_is_there_is_not_overwritten(jobs, model):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
-def test_a_killed_rank_ends_the_job(model, tmp_path, launcher):
-    options = [*QUICK, "run.steps=1000", "warm_start.steps=1", f"cluster.launcher={launcher}"]
+@pytest.mark.parametrize(("launcher", "rank", "roles"), [("torchrun", "2", "rollout"), ("ray", "[012]", "(actor|rollout)")])
+def test_a_killed_rank_ends_the_job(model, tmp_path, launcher, rank, roles):
+    """Under torchrun one in another pool than the driver's."""
+    options = [*QUICK, "run.steps=1000", "warm_start.steps=1", f"cluster.launcher={launcher}", "cluster.ranks_per_node=3"]
+    options += ["roles.actor={ranks: [0, 1], pp: 1}", "roles.rollout={ranks: [2], tp: 1}"]
     process = start(model, tmp_path / "run", options)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -212,17 +203,15 @@ def test_a_killed_rank_ends_the_job(model, tmp_path, launcher):
             time.sleep(0.2)
             assert process.poll() is None
         family = psutil.Process(process.pid).children(recursive=True)
-        if launcher == "torchrun":
-            victim = next(child for child in family if child.environ().get("RANK") == "2")
-        else:
-            victim = next(child for child in family if child.name().startswith("ray::RankActor"))
-        victim.send_signal(signal.SIGKILL)
+        ranks_of(process)[2].send_signal(signal.SIGKILL)
         killed = time.monotonic()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert re.search(r"hybridflow: error: rank \d on \S+ (died in \w+\.\w+ \(step \d+, |was ended by SIGKILL)", output)
+        last = output.rstrip().rpartition("\n")[2]
+        at = r"(died in \w+\.\w+ \(step \d+, \w+\)|was ended by SIGKILL in .*phase \w+ after \d+ steps): .*"
+        assert re.match(rf"hybridflow: error: rank {rank} on \S+ {at}; its roles: {roles}(;|$)", last), last
         assert time.monotonic() - killed < 60
-        assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert living(family) == []
         assert metrics.stat().st_size
     finally:
         process.kill()

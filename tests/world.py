@@ -10,12 +10,15 @@ with the test session.
 import itertools
 import os
 import queue
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 
 import torch.multiprocessing as mp
+
+from hybridflow.processes import end_with_parent
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -86,6 +89,7 @@ class World:
 
 
 def _serve(rank: int, environment: dict, calls, results, cuda: bool) -> None:
+    end_with_parent(signal.SIGKILL)  # a test session that is ended by a signal closes nothing
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=environment["WORLD_SIZE"])
     import torch
     import torch.distributed as dist

@@ -1,9 +1,8 @@
-"""A run as an algorithm sees it: verbs over roles, data and rewards. Each verb measures itself into the step's metrics."""
+"""A run as an algorithm sees it: verbs over roles, data and rewards. Each reports what it measured to the step's meter."""
 
 import contextlib
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,25 +11,22 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import token_rewards
-from hybridflow.algorithms.canary import Canary
 from hybridflow.algorithms.kl import KLCoefficient
 from hybridflow.algorithms.losses import means, token_kl
 from hybridflow.algorithms.objectives import PolicyObjective, mismatch_sums, policy_objective
-from hybridflow.algorithms.reports import OF_THE_STEP, bubbles, by_phase, merge_sums
+from hybridflow.algorithms.reports import OF_THE_STEP, merge_sums
 from hybridflow.algorithms.skipped import Skipped
+from hybridflow.algorithms.step_meter import StepMeter
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, OptimizerConfig
 from hybridflow.controller.handle import Future, RoleHandle
 from hybridflow.data.problems import Problem, Source
-from hybridflow.data.rollouts import load_rollout, save_rollouts
+from hybridflow.data.rollouts import Samplings
 from hybridflow.data.text import Text
 from hybridflow.metrics.recorder import Recorder
-from hybridflow.metrics.throughput import Throughput
-from hybridflow.metrics.timeline import Timeline
-from hybridflow.rewards.samples import Sample, samples_of
+from hybridflow.rewards.samples import Sample, rows_of, samples_of
 from hybridflow.rewards.scoring import Scored, Scoring
 from hybridflow.rollout.engine import Sampling
-from megatron_ext.intervals import Pass
 from megatron_ext.optimizer import OptimizerSettings
 
 Roles = dict[str, RoleHandle]
@@ -53,7 +49,7 @@ def per_token(values: Tensor, samples: Batch) -> list[Tensor]:
 
 
 class Run:
-    """The driver's state: which problems come next, the current step's metrics, and the roles.
+    """The driver's state: which problems come next, and the roles.
 
     Attributes:
         actor, rollout, reference, critic: role handles; reference and critic are None where the config has none.
@@ -62,8 +58,8 @@ class Run:
         step_index: 0 before the first step (warm start, first evaluation), then 1, 2, ...
         position: in the source's order of problems.
         kl: the coefficient of the KL penalty.
-        metrics: what the current step has measured so far; `finish_step` hands it to the recorder.
-        passes: under run.profile the pipeline schedules of the step that was finished last, by role.
+        meter: measures the steps.
+        metrics: what the current step has measured so far; an algorithm adds its own.
     """
 
     def __init__(
@@ -75,18 +71,12 @@ class Run:
         self.critics = {name: roles[name] for name in CRITICS if name in roles}
         settings = config.algorithm
         self.kl = KLCoefficient(settings.kl_coefficient, settings.kl_target, settings.kl_gain)
-        self.courier = self.worker.courier
-        self.throughput = Throughput(config)
-        self._timeline = Timeline(recorder.folder, self.worker) if config.run.profile else None
+        self.meter = StepMeter(config, roles, recorder)
+        self.metrics = self.meter.metrics
         self.step_index = self.position = 0
-        self._samplings: list[Batch] | None = None  # of the step, in their order; None outside of a step
+        self._samplings = Samplings(config)
         self._told_of_dropped = False
-        self._canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
-        self.metrics: dict[str, float | int | bool | None] = {}
         self._skipped = Skipped(config.run.max_skipped, Path(config.run.dir) / "skipped")
-        self.passes: dict[str, list[Pass]] = {}
-        self._updates: dict[str, list[dict[str, float]]] = {"actor": [], **{name: [] for name in self.critics}}
-        self._scored = {scoring.name: Counter() for scoring in scorings}
 
     def where(self) -> str:
         """What the run is at, for messages."""
@@ -111,7 +101,7 @@ class Run:
             "position": self.position,
             "dropped": self.source.dropped,
             "kl_coefficient": self.kl.value,
-            "canary": self._canary.state(),
+            "canary": self.meter.canary.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -119,7 +109,7 @@ class Run:
         self.step_index, self.position, self.source.dropped = state["step"], state["position"], state["dropped"]
         if self.kl.target:
             self.kl.value = state["kl_coefficient"]
-        self._canary.load_state(state["canary"])
+        self.meter.canary.load_state(state["canary"])
 
     # --- data
 
@@ -136,7 +126,7 @@ class Run:
     def mini_batches(self, samples: Batch) -> list[Batch]:
         """The samples in random order, in `batch.mini_batches` parts whose sizes differ by one at most."""
         order = list(range(len(samples)))
-        random.Random(f"{self.config.run.seed} {self.step_index} {len(self._updates['actor'])}").shuffle(order)
+        random.Random(f"{self.config.run.seed} {self.step_index} {self.meter.updates('actor')}").shuffle(order)
         count = self.config.batch.mini_batches
         if count == 1:
             return [samples]
@@ -170,23 +160,14 @@ class Run:
         prompts = Batch({"prompt": [torch.tensor(problems[i].prompt_tokens) for i in index.tolist()]})
         seed = config.run.seed * 1_000_003 + self.step_index
         with self.recorder.phase("rollout"):
-            samples = self._replayed(prompts)
+            samples = self._samplings.replayed(prompts)
             if samples is None:
                 samples = self.rollout.generate(prompts, self._sampling(greedy), seed).result()
-        if self._samplings is not None:
-            self._samplings.append(samples)
+        self._samplings.note(samples)
         samples = samples.with_fields(prompt_index=index).keep()
         if not greedy:
-            self.metrics["rollout/response_tokens_mean"] = samples.values("loss_mask").sum().item() / len(samples)
-            self.metrics["rollout/truncated_fraction"] = samples["truncated"].float().mean().item()
-            self.throughput.rollout(samples)
+            self.meter.sampled(samples)
         return samples
-
-    def _replayed(self, prompts: Batch) -> Batch | None:
-        """The responses of the run that this one replays; None where it generates its own, as evaluations always do."""
-        if not self.config.run.replay or self._samplings is None:
-            return None
-        return load_rollout(Path(self.config.run.replay), self.step_index, len(self._samplings), prompts)
 
     def _wake(self) -> None:
         """In the order that needs the least memory: what the resharding does not read goes first, the KV cache comes last."""
@@ -199,15 +180,11 @@ class Run:
         with self.recorder.phase("wake"):
             self.rollout.wake_weights().result()
         with self.recorder.phase("reshard"):
-            reports = self.rollout.receive("actor", verify).result()
+            self.meter.resharded(self.rollout.receive("actor", verify).result())
         with self.recorder.phase("release"):
             self.actor.release_weights().result()
         with self.recorder.phase("wake"):
             self.rollout.wake_kv_cache().result()
-        slowest = max(reports, key=lambda report: report["seconds"])
-        self.metrics["reshard/bytes_received"] = max(report["bytes_received"] for report in reports)
-        self.metrics["reshard/wire_bound_fraction"] = slowest["wire_bound_fraction"]
-        self.metrics["reshard/verified"] = slowest["verified"]
 
     def _sampling(self, greedy: bool) -> Sampling:
         sampling = self.config.sampling
@@ -262,7 +239,7 @@ class Run:
             for scored in found.values():
                 self.metrics |= scored.metrics
             totals = {name: scored.total for name, scored in found.items()}
-            self.recorder.samples(self._rows("train", asked, samples, totals))
+            self.recorder.samples(rows_of(asked, samples, totals, step=self.step_index, kind="train"))
             return samples.with_fields(**totals)
 
         return finish
@@ -280,44 +257,18 @@ class Run:
         return finish
 
     def _start_score(self, scoring: Scoring, asked: list[Sample]) -> Callable[[], Scored]:
-        """What is returned waits, and notes down failures, and how many of a step's scores were known before where they are
-        kept."""
-        name = scoring.name
-        with self.recorder.phase(name):
+        """What is returned waits."""
+        with self.recorder.phase(scoring.name):
             wait = scoring.start(asked)
 
         def finish() -> Scored:
-            with self.recorder.phase(name) as measured:
+            with self.recorder.phase(scoring.name) as measured:
                 scored = wait()
                 measured.seconds = scored.seconds
-            counts = self._scored[name]
-            counts.update(scored.counts)
-            self.metrics |= {f"{name}/{what}": counts[what] for what in ("failed", "timed_out")}
-            if self.config.scores()[name].cache_size:
-                self.metrics[f"{name}/cache_hit_rate"] = counts["cached"] / counts["asked"]
-            if scored.first_failure:
-                failed = scored.counts["failed"] + scored.counts["timed_out"]
-                self.recorder.line(f"warning: {failed} scores ({name}) are 0: {scored.first_failure}")
+            self.meter.scored(scoring.name, scored)
             return scored
 
         return finish
-
-    def _rows(self, kind: str, asked: list[Sample], samples: Batch, totals: dict[str, Tensor]) -> list[dict]:
-        """`totals`: rewards, and costs where there are any."""
-        responses = (tokens[mask] for tokens, mask in zip(samples.rows("tokens"), samples.rows("loss_mask"), strict=True))
-        return [
-            {
-                "step": self.step_index,
-                "kind": kind,
-                "prompt": sample.problem.question,
-                "answer": sample.problem.answer,
-                "response": sample.response,
-                **{name.removesuffix("s"): total[row].item() for name, total in totals.items()},
-                "tokens": tokens.tolist(),
-                "prompt_tokens": sample.problem.prompt_tokens,
-            }
-            for row, (sample, tokens) in enumerate(zip(asked, responses, strict=True))
-        ]
 
     def evaluate(self) -> None:
         """Record the greedy accuracy (mean reward of greedy answers) on the fixed evaluation problems, where there are any."""
@@ -327,7 +278,7 @@ class Run:
         samples = self.generate(problems, 1, greedy=True)
         asked = samples_of(problems, samples, self.text)
         rewards = self._start_score(self.scorings[0], asked)().total
-        self.recorder.samples(self._rows("evaluation", asked, samples, {"rewards": rewards}))
+        self.recorder.samples(rows_of(asked, samples, {"rewards": rewards}, step=self.step_index, kind="evaluation"))
         seconds = sum(self.recorder.take_phases().values())
         self.recorder.evaluation(self.step_index, rewards.mean().item(), len(problems), seconds)
 
@@ -353,7 +304,7 @@ class Run:
 
     def _measure_mismatch(self, samples: Batch) -> Batch:
         columns = (samples.values(name) for name in ("log_probs", "rollout_log_probs", "loss_mask"))
-        self._log_mismatch({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
+        self.meter.mismatched({name: value.item() for name, value in mismatch_sums(*columns).items()}, samples)
         return samples
 
     def add_values(self, samples: Batch) -> Batch:
@@ -399,15 +350,6 @@ class Run:
         """KL(policy || reference) at each token [T], 0 where the policy did not sample it."""
         policy = "log_probs" if "log_probs" in samples else "rollout_log_probs"
         return token_kl(*(samples.values(name) for name in (policy, "reference_log_probs", "loss_mask")), estimator)
-
-    def _log_mismatch(self, sums: dict[str, float], samples: Batch) -> None:
-        tokens = max(int(samples.values("loss_mask").sum()), 1)
-        self.metrics["mismatch/log_prob_abs_mean"] = sums["mismatch_abs"] / tokens
-        self.metrics["mismatch/log_prob_abs_max"] = sums["mismatch_abs_max"]
-        self.metrics["mismatch/kl"] = sums["mismatch_kl"] / tokens
-        warning = self._canary.look(sums["mismatch_abs"] / tokens)
-        if warning:
-            self.recorder.line(warning)
 
     # --- training
 
@@ -455,10 +397,8 @@ class Run:
             pending = self.actor.update(batch, objective, temperature or self.config.sampling.temperature)
         shards = self._result("update", pending)
         sums = merge_sums(shards)
-        first = "mismatch/kl" not in self.metrics  # later updates no longer see the policy that sampled
-        if "mismatch_abs" in sums and first:
-            self._log_mismatch(sums, batch)
-        self.throughput.update(batch)
+        if "mismatch_abs" in sums:
+            self.meter.mismatched(sums, batch)
         own = {name: value for name, value in sums.items() if not name.startswith("mismatch")}
         return self._note_update("actor", own, shards, batch)
 
@@ -477,65 +417,28 @@ class Run:
         return finish
 
     def _note_update(self, role: str, sums: dict[str, float], shards: list[dict[str, float]], batch: Batch) -> dict[str, float]:
-        """An update's metrics as means, which are noted down for the step's."""
+        """An update's metrics as means. Too many updates in a row that were skipped end the run."""
         numbers = means(sums) | {name: shards[0][name] for name in OF_THE_STEP}
         if numbers["skipped"]:
             norm = numbers["grad_norm"]
             self.recorder.line(f"warning: update of the {role} skipped, its gradient's norm is {norm}: nothing was changed")
         self._skipped.look(role, bool(numbers["skipped"]), numbers["grad_norm"], batch, self.step_index)
-        self._updates[role].append(numbers)
+        self.meter.updated(role, numbers, batch)
         return numbers
 
+    # --- steps
+
     def begin_step(self) -> None:
-        """What was measured since the last step (warm start, evaluation) stays out of this one."""
         self.step_index += 1
-        saving = self.recorder.take_phases().get("save")  # since the last step: what it waited for a checkpoint
-        self.metrics, self._updates = {} if saving is None else {"time/save": saving}, {name: [] for name in self._updates}
-        self._scored = {name: Counter() for name in self._scored}
-        self._samplings = []
-        self._bytes_before = self.courier.bytes
-        self.throughput.reset()
-        if self._timeline:
-            self._passes()
-            self._timeline.begin_step()
-        self._memory()
+        self._samplings.begin(self.step_index)
+        self.meter.begin()
 
     def finish_step(self) -> None:
-        """Complete the step's metrics and hand them to the recorder."""
-        if self.config.run.save_rollouts:
-            vocab_size = self.config.read_model("actor").vocab_size
-            save_rollouts(self.recorder.folder, self.step_index, self._samplings, vocab_size)
-        self._samplings = None
-        for role, updates in self._updates.items():
-            for name in updates[0] if updates else ():
-                self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
-        metrics = {"step": self.step_index} | self.metrics
-        metrics["driver/bytes_sent"] = self.courier.bytes - self._bytes_before
-        self.courier.forget()
+        """Keep its responses where they are asked for, let the ranks forget its rows, and record what it measured."""
+        self._samplings.finish()
+        self.worker.courier.forget()
         self.worker.forget_rows().result()
-        metrics |= self._memory()
-        metrics |= self.throughput.finish(self.recorder.seconds())
-        if self._timeline:
-            self._timeline.end_step()
-            self.passes = self._passes()
-            metrics |= bubbles(self.passes["actor"])
-            pipelines = {name: (role.ranks, self.passes[name]) for name, role in self._metered().items()}
-            self._timeline.write(self.step_index, self.recorder.spans, pipelines)
-        self.recorder.log(metrics)
-
-    def _passes(self) -> dict[str, list[Pass]]:
-        """When every rank of a Megatron role worked, by role and pass of its schedule in this step."""
-        reports = {name: role.take_passes().result() for name, role in self._metered().items()}
-        return {name: list(zip(*ranks, strict=True)) for name, ranks in reports.items()}
-
-    def _metered(self) -> dict[str, RoleHandle]:
-        return {"actor": self.actor, **self.critics} | ({} if self.reference is None else {"reference": self.reference})
-
-    def _memory(self) -> dict[str, int]:
-        """memory/peak_bytes/PHASE: the most that any rank had in use after a kind of call in this step."""
-        reports = [by_phase(report) for report in self.worker.memory().result()]
-        phases = {phase: None for report in reports for phase in report}  # in the order of the step
-        return {f"memory/peak_bytes/{phase}": max(r.get(phase, 0) for r in reports) for phase in phases}
+        self.recorder.log(self.meter.finish(self.step_index))
 
 
 def _wait_for(calls: list[Future]) -> None:

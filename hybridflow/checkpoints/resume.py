@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybridflow.checkpoints.folder import BrokenCheckpoint, Checkpoint, find, inspect
+from hybridflow.config.load import flat
 from hybridflow.config.schema import Config, ConfigError
 
 # Keys that must be what they were, each with the reason. Layouts, ranks, micro-batches, optimizers, batch, clipping, sampling,
@@ -113,7 +114,7 @@ def _check_changes(config: Config, checkpoint: Checkpoint) -> list[str]:
         )
     was = OmegaConf.to_container(OmegaConf.load(checkpoint.path / "config.yaml"))
     where = f"{checkpoint.path} cannot be resumed with"
-    before, now = _flat(was), _flat(asdict(config))
+    before, now = flat(was), flat(asdict(config))
     saved = {*config.trained_roles(), *(["reference"] if config.roles.reference else [])}
     for name in sorted(saved | set(checkpoint.roles)):
         _check_role(config, checkpoint, name, name in saved, where)
@@ -144,12 +145,6 @@ def _check_role(config: Config, checkpoint: Checkpoint, name: str, here: bool, w
         raise ConfigError(
             f"{where} the {name}'s dtype={found['dtype']}, it was {stored.dtype}: set it back, or convert the weights"
         )
-
-
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(values, dict) and values:
-        return {k: v for key, value in values.items() for k, v in _flat(value, f"{path}.{key}" if path else str(key)).items()}
-    return {path: values}
 
 
 def _select(values: dict, key: str) -> Any:

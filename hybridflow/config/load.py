@@ -64,6 +64,13 @@ def save(config: Config, path: str | Path) -> None:
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
+def flat(values: Any, path: str = "") -> dict[str, Any]:
+    """The values of nested sections by their keys, such as roles.actor.tp; an empty section is a value."""
+    if isinstance(values, dict) and values:
+        return {k: v for key, value in values.items() for k, v in flat(value, f"{path}.{key}" if path else str(key)).items()}
+    return {path: values}
+
+
 def _read(path: str | Path) -> DictConfig:
     path = Path(path)
     if not path.is_file():

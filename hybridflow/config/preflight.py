@@ -22,6 +22,7 @@ from hybridflow.config.run_folder import check_run_folder, check_space
 from hybridflow.config.schedule_checks import check_schedule
 from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS, Config, ConfigError, OptimizerConfig
 from hybridflow.config.score_checks import check_classifier, check_scores
+from hybridflow.config.tracker_checks import check_trackers
 from hybridflow.controller.placement import either
 from hybridflow.rollout.engine_args import check_not_owned
 from hybridflow.rollout.tiles import check_tp
@@ -123,6 +124,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
         ConfigError: one line. `run_folder=False` leaves out the check of `run.dir`, once the run has begun to write there.
     """
     models = check_shapes(config)
+    check_trackers(config)
     for role, hf in models.items():
         check_model_folder(Path(config.model_path(role)), hf)
     for role in config.scoring_roles():

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from hybridflow.config.schema import ConfigError
 
-# What a run writes into its folder; `overwrite` deletes these and nothing else.
+# What a run, and `report` about it, writes into its folder; `overwrite` deletes these and nothing else.
 RUN_FILES = (
-    "config.yaml", "placement.txt", "metrics.jsonl", "samples.jsonl", "warm_start.jsonl", "evaluation.jsonl", "summary.json",
-    "tensorboard", "timeline", "rollouts", "plots", "checkpoints", "hf", "skipped",
+    "config.yaml", "placement.txt", "versions.json", "metrics.jsonl", "samples.jsonl", "warm_start.jsonl", "evaluation.jsonl",
+    "summary.json", "tensorboard", "trackers", "timeline", "rollouts", "plots", "checkpoints", "hf", "skipped",
+    "report.html",
 )  # fmt: skip
 SPARE_BYTES = 100 << 20  # for what a run writes besides weights
 SIGNS_OF_A_RUN = ("config.yaml", "metrics.jsonl", "checkpoints")

@@ -15,6 +15,7 @@ from megatron_ext.layout import Layout, Split
 
 ALGORITHMS = ("grpo", "ppo", "remax", "safe_rlhf")
 ALGORITHM_METHODS = ("prepare", "step")  # of a class of the user's own
+TRACKERS = {"wandb": "wandb>=0.31", "mlflow": "mlflow>=3.10"}  # what pip is to be asked for
 _TRAINED_METHODS = ("start_training", "update", "make_room", "release_weights", "restore", "export")
 ROLE_METHODS = {  # that a run calls, of a class of the user's own
     "actor": ("log_probs", *_TRAINED_METHODS),
@@ -301,6 +302,11 @@ class RunConfig:
     # the folder of an earlier run with save_rollouts: its responses are taken, step by step, in place of generating, so that
     # layouts or settings are compared on the same samples. Weights are still resharded, evaluations still generated
     replay: str = ""
+    # wandb, mlflow: where metrics go besides metrics.jsonl and tensorboard/ (metrics/trackers.py); their settings and keys come
+    # from their own environment variables
+    trackers: list[str] = field(default_factory=list)
+    project: str = ""  # of wandb, experiment of MLflow; empty: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, or hybridflow
+    name: str = ""  # of the run there; empty: that of its folder
     port: int = 0  # where the ranks meet; 0: a free port, on several nodes MASTER_PORT of the environment
     hang_minutes: float = 30.0  # without a new phase, after which every rank's stack is kept and the job ended; 0: never
     max_skipped: int = 5  # updates of a role in a row that are skipped for a NaN, after which the run ends; 0: it goes on

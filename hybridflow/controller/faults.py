@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -112,8 +112,13 @@ def only_lost(folder: Path) -> bool:
     return not any(folder.glob(_EXITS)) and all(json.loads(p.read_text())["lost"] for p in folder.glob("rank-*.json"))
 
 
-def cause(folder: Path) -> str | None:
-    """The line that says why the job ended, or None where nothing is known."""
+def cause(folder: Path, placed: Sequence[str] = (), at: str = "") -> str | None:
+    """The line that says why the job ended, or None where nothing is known.
+
+    Args:
+        placed: the roles of every rank as `its_roles` takes them.
+        at: what the driver was at, in which a rank was killed that could not say so itself.
+    """
     faults = sorted((Fault(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")), key=lambda f: f.seconds)
     own = [fault for fault in faults if not fault.lost]
     if own:
@@ -126,11 +131,21 @@ def cause(folder: Path) -> str | None:
         rank, number, host = killed[0]
         hint = ": the machine may have run out of memory" if number == signal.SIGKILL else ""
         seen = f"; {faults[0].line}" if faults else ""
-        return f"rank {rank} on {host} was ended by {_name(number)}{hint}{seen}"
+        phase = f" in {at}" if at else ""
+        return f"rank {rank} on {host} was ended by {_name(number)}{phase}{hint}{its_roles(placed, int(rank))}{seen}"
     if faults:
         return faults[0].line
     silent = [f"rank {rank} on {host} ended with status {status}" for rank, status, host in exits]
     return silent[0] if silent else None
+
+
+def its_roles(placed: Sequence[str], rank: int) -> str:
+    """For a rank that was lost, whatever it was at: the end of a line that says what had lived on it.
+
+    Args:
+        placed: of every rank, such as "actor, rollout"; none where ranks have no roles.
+    """
+    return f"; its roles: {placed[rank]}" if placed else ""
 
 
 def _name(number: int) -> str:

@@ -3,22 +3,27 @@
 The driver notes each phase that it enters (`progress`); every rank registers for a dump of its stacks by a signal (`register`),
 which works in C while Python stands still; `hybridflow train`, which is no rank and cannot hang with them, watches (`Watch`).
 They meet in the folder of the job's notes, which the nodes of a job share: node 0's decides, each node's asks its own ranks.
+On Ray, whose ranks may be where nobody of ours can send a signal, the driver asks them (`asked`, `stacks`, `leave`).
 """
 
 import faulthandler
 import os
 import re
 import shutil
+import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from hybridflow.controller import faults
 from hybridflow.processes import DUMP
 
-_PROGRESS, _HUNG = "progress", "hung"
+_PROGRESS, _HUNG, _STOPPED = "progress", "hung", "signal-stopped-"
 _STACKS = re.compile(r"stacks-(-?\d+)@(.*)@(\d+)")  # rank, host, process
 # Node 0 may have been lost: the others end by themselves so much later.
 NODE_0_IS_LOST = 120.0  # seconds
@@ -31,6 +36,12 @@ def progress(what: str) -> None:
         (Path(folder) / _PROGRESS).write_text(what)
 
 
+def latest(notes: Path) -> str:
+    """What the driver noted last that it is at; empty where it has noted nothing yet."""
+    path = notes / _PROGRESS
+    return path.read_text() if path.exists() else ""
+
+
 def register(rank: int) -> None:
     """On the signal DUMP the stacks of all threads of this rank go to a file of its own among the job's notes."""
     folder = os.environ.get(faults.FOLDER)
@@ -39,11 +50,33 @@ def register(rank: int) -> None:
         faulthandler.register(DUMP, file=path.open("w"), all_threads=True)
 
 
+def asked() -> bool:
+    """Whether the job counts as hung, and the stacks of its ranks are wanted."""
+    folder = os.environ.get(faults.FOLDER)
+    return folder is not None and (Path(folder) / _HUNG).exists()
+
+
+def stacks() -> str:
+    """Of all threads of this process."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def leave(rank: int, host: str, text: str) -> None:
+    """The stacks of a rank that has told them to the driver."""
+    path = Path(os.environ[faults.FOLDER]) / f"stacks-{rank}@{host}@0"
+    partial = path.with_name("told")  # at once: `hybridflow train` may be looking
+    partial.write_text(text)
+    partial.replace(path)
+
+
 @dataclass
 class Watch:
     """Attributes:
     minutes: without progress, after which a job counts as hung; 0: never.
-    ranks: whose stacks there should be: those of all nodes, or the driver's (faults.DRIVER) where it alone can be asked.
+    ranks: whose stacks there should be: those of all nodes, and faults.DRIVER where the driver is a process of its own.
     report: the folder in which the stacks are left.
     leader: this is node 0.
     patience: seconds in which ranks must have written their stacks.
@@ -70,15 +103,18 @@ class Watch:
             return None
         if self.leader:
             (notes / _HUNG).touch()
-        for path in self._registered(notes).values():
+        for rank, path in self._registered(notes).items():
             _, host, process = _STACKS.fullmatch(path.name).groups()
             if host == socket.gethostname() and _is_of(notes, int(process)):
-                os.kill(int(process), DUMP)
+                _ask(notes, rank, int(process))
         silent = self._collect(notes)
+        stopped = sorted(int(path.name.removeprefix(_STOPPED)) for path in notes.glob(f"{_STOPPED}*"))
+        found = [f"{_names(stopped)} had been stopped by a signal"] if stopped else []
+        found += [f"{_names(silent)} did not report"] if silent else []
         where = self._seen[0] if self._seen else "the start (engine start, model load)"
         return (
             f"no progress for {self.minutes:g} minutes (run.hang_minutes) in {where}:"
-            f" {_names(silent) + ' did not report' if silent else 'all ranks reported'}; stacks of the ranks in {self.report}"
+            f" {', '.join(found) or 'all ranks reported'}; stacks of the ranks in {self.report}"
         )
 
     def _overdue(self, notes: Path) -> bool:
@@ -115,6 +151,14 @@ class Watch:
         return silent
 
 
+def _ask(notes: Path, rank: int, process: int) -> None:
+    """Have a rank write its stacks. One that a signal has stopped takes no other until it goes on."""
+    if psutil.Process(process).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        (notes / f"{_STOPPED}{rank}").touch()
+    os.kill(process, DUMP)
+    os.kill(process, signal.SIGCONT)
+
+
 def _is_of(notes: Path, process: int) -> bool:
     """The process is still one of this job, not another one under its number."""
     try:
@@ -124,6 +168,6 @@ def _is_of(notes: Path, process: int) -> bool:
 
 
 def _names(ranks: list[int]) -> str:
-    if ranks == [faults.DRIVER]:
-        return "the driver"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    numbers = [str(rank) for rank in ranks if rank != faults.DRIVER]
+    driver = ["the driver"] if faults.DRIVER in ranks else []
+    return " and ".join(driver + ([f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"] if numbers else []))

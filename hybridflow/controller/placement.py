@@ -47,11 +47,16 @@ class Placement:
         """The roles that live on this rank."""
         return [role for role, ranks in self.roles.items() if rank in ranks]
 
+    def named(self) -> list[str]:
+        """The roles of every rank, for messages."""
+        return [", ".join(self.on(rank)) for rank in range(sum(map(len, self.pools)))]
+
     def render(self) -> str:
         """A table of nodes x GPUs with the roles of each rank, and below it the pools where there are several."""
         world = sum(map(len, self.pools))
         columns = min(self.ranks_per_node, world)
-        cells = [[f"{rank}: {', '.join(self.on(rank))}" for rank in range(at, at + columns)] for at in range(0, world, columns)]
+        named = self.named()
+        cells = [[f"{rank}: {named[rank]}" for rank in range(at, at + columns)] for at in range(0, world, columns)]
         heads = [f"GPU {gpu}" for gpu in range(columns)]
         rows = [["", *heads], *([f"node {node}", *row] for node, row in enumerate(cells))]
         widths = [max(len(row[column]) for row in rows) for column in range(columns + 1)]

@@ -16,7 +16,7 @@ import ray
 import torch.distributed as dist
 
 from hybridflow.batch import Batch
-from hybridflow.controller import faults
+from hybridflow.controller import faults, hang
 from hybridflow.controller.faults import Fault
 from hybridflow.controller.kept import Partial
 from hybridflow.controller.ray_cluster import Seat, seat_here
@@ -29,6 +29,7 @@ SILENCE = 30.0  # seconds without one after which a rank counts as lost
 LAST_WORDS = 1.0  # seconds for what a dying rank printed to arrive, and for the faults of its peers
 _FIRST_BEAT = 300.0  # seconds until a rank must have imported what its first call needs
 _STORE_TIMEOUT = datetime.timedelta(minutes=10)
+_ASKED = "stacks asked"  # in the store: every rank is to put its stacks there
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def _beat(store: dist.TCPStore, rank: int) -> None:
     while True:
         try:
             store.add(_beats_of(rank), 1)
+            _tell_stacks(store, rank)
         except RuntimeError:  # the driver is gone, and Ray ends its actors
             return
         time.sleep(BEAT)
@@ -102,6 +104,24 @@ def _beat(store: dist.TCPStore, rank: int) -> None:
 
 def _beats_of(rank: int) -> str:
     return f"beats/{rank}"
+
+
+def _tell_stacks(store: dist.TCPStore, rank: int) -> None:
+    """On a rank, beside whatever it hangs in: what its threads are at, for the driver that has asked."""
+    if store.add(_ASKED, 0):
+        store.set(_stacks_of(rank), hang.stacks())
+
+
+def _take_stacks(store: dist.TCPStore, seats: Sequence[Seat]) -> None:
+    """In the driver of a job that hangs: ask all ranks, and leave what they have told among the job's notes."""
+    store.add(_ASKED, 1)
+    for rank, seat in enumerate(seats):
+        if store.check([_stacks_of(rank)]):
+            hang.leave(rank, seat.host, store.get(_stacks_of(rank)).decode())
+
+
+def _stacks_of(rank: int) -> str:
+    return f"stacks/{rank}"
 
 
 class _Answer:
@@ -120,11 +140,20 @@ class RayTransport:
         host: the address of this machine as the ranks see it. The store where they meet listens there and nowhere else.
         port: of the store; 0 for a free one.
         silence: seconds without a sign of life after which a rank counts as lost.
+        placed: the roles of every rank, for messages.
     """
 
-    def __init__(self, actors: Sequence[Any], seats: Sequence[Seat], host: str, port: int = 0, silence: float = SILENCE):
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        seats: Sequence[Seat],
+        host: str,
+        port: int = 0,
+        silence: float = SILENCE,
+        placed: Sequence[str] = (),
+    ):
         self.phase: Callable[[], str] = lambda: ""
-        self._actors, self._seats, self._silence = actors, seats, silence
+        self._actors, self._seats, self._silence, self._placed = actors, seats, silence, placed
         self._open: dict[ray.ObjectRef, _Answer] = {}
         self._ending = threading.Lock()
         self._store = _listening_store(host, port)  # lives as long as the transport
@@ -225,7 +254,7 @@ class RayTransport:
         return _lost(
             answer.rank,
             f"rank {answer.rank} on {host} died in {answer.where}: its process was killed or crashed,"
-            f" or the machine ran out of memory ({reason})",
+            f" or the machine ran out of memory ({reason}){faults.its_roles(self._placed, answer.rank)}",
         )
 
     def _listen(self) -> None:
@@ -234,6 +263,8 @@ class RayTransport:
         heard = dict.fromkeys(range(len(self._actors)), (0, time.monotonic()))
         while True:
             time.sleep(min(BEAT, self._silence / 4))
+            if hang.asked():
+                _take_stacks(store, self._seats)
             for rank, (beats, since) in heard.items():
                 now = store.add(_beats_of(rank), 0)
                 if now != beats:
@@ -242,11 +273,13 @@ class RayTransport:
                     self.end([self._silent(rank)])
 
     def _silent(self, rank: int) -> Fault:
-        at = next((answer.where for answer in list(self._open.values()) if answer.rank == rank), "the wait for calls")
+        phase = self.phase()
+        idle = f"the wait for calls{phase and f' ({phase})'}"
+        at = next((answer.where for answer in list(self._open.values()) if answer.rank == rank), idle)
         return _lost(
             rank,
             f"rank {rank} on {self._seats[rank].host} gave no sign of life for {self._silence:g} s in {at}:"
-            " its process is stopped, or its machine out of reach",
+            f" its process is stopped, or its machine out of reach{faults.its_roles(self._placed, rank)}",
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hybridflow.controller import faults
 
 REQUEUE = 99  # exit status: ended early and in order, to be started again
-_READY, _ASKED, _LEFT = "stoppable", "stop-asked", "stopped"
+READY, ASKED, LEFT = "stoppable", "stop-asked", "stopped"  # names of notes
 
 
 class Stopping:
@@ -22,26 +22,26 @@ class Stopping:
         folder = os.environ.get(faults.FOLDER)
         self._folder = Path(folder) if folder else None
         if self._folder:
-            (self._folder / _READY).touch()
+            (self._folder / READY).touch()
 
     def asked(self) -> str:
         """The name of the signal after which the job is to end; empty while there was none."""
-        if self._folder is None or not (self._folder / _ASKED).exists():
+        if self._folder is None or not (self._folder / ASKED).exists():
             return ""
-        return (self._folder / _ASKED).read_text()
+        return (self._folder / ASKED).read_text()
 
     def left(self) -> None:
         """Everything is saved and the job ends by itself now, before its last step."""
-        (self._folder / _LEFT).touch()
+        (self._folder / LEFT).touch()
 
 
 def ask(folder: Path, signal_name: str) -> bool:
     """Have the driver end the job after its step; False: it has not begun its steps yet."""
-    if not (folder / _READY).exists():
+    if not (folder / READY).exists():
         return False
-    (folder / _ASKED).write_text(signal_name)
+    (folder / ASKED).write_text(signal_name)
     return True
 
 
 def has_left(folder: Path) -> bool:
-    return (folder / _LEFT).exists()
+    return (folder / LEFT).exists()

@@ -3,12 +3,13 @@
 import gc
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.controller.kept import KeptRows, Partial
 from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
+from hybridflow.metrics.nvml import GpuUse, GpuWatch, Place, find_gpu
 from megatron_ext import device
 
 
@@ -36,14 +37,30 @@ class Reply:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a rank measured since it was last asked, of its calls by `role.method`.
+
+    Attributes:
+        memory: the highest bytes in use on the device after such a call.
+        seconds: that the rank was at such calls.
+        gpus: the use of the GPUs that it watches.
+    """
+
+    memory: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    gpus: list[GpuUse] = field(default_factory=list)
+
+
 class Worker:
-    """Runs calls on the roles of this rank, and notes the memory in use after each (`memory()`)."""
+    """Runs calls on the roles of this rank, and measures them (`measured()`)."""
 
     def __init__(self, rank: int, roles: dict[str, Role]):
         self.rank = rank
         self.roles = roles
         self._kept = KeptRows()
-        self._memory: dict[str, int] = {}
+        self._measured = Measured()
+        self._gpus: GpuWatch | None = None
         self._calls: list[tuple[str, float, float]] | None = None  # None: they are not noted
         for role in roles.values():
             role.peers = roles
@@ -62,18 +79,30 @@ class Worker:
             args = self._kept.complete(args[0]), *args[1:]
         with role.context():
             result = getattr(role, call.method)(*args, **call.kwargs)
-            phase = f"{call.role}.{call.method}"
-            self._memory[phase] = max(self._memory.get(phase, 0), device.memory_in_use())
+            name = f"{call.role}.{call.method}"
+            self._measured.memory[name] = max(self._measured.memory.get(name, 0), device.memory_in_use())
         seconds = time.monotonic() - start
+        self._measured.seconds[name] = self._measured.seconds.get(name, 0.0) + seconds
         if self._calls is not None:
-            self._calls.append((phase, began, began + seconds))
+            self._calls.append((name, began, began + seconds))
         return Reply(result, seconds)
 
     @remote(ONE_TO_ALL)
-    def memory(self) -> dict[str, int]:
-        """Highest bytes in use on the device after each kind of call since this was last asked, by `role.method`."""
-        memory, self._memory = self._memory, {}
-        return memory
+    def measured(self) -> Measured:
+        found, self._measured = self._measured, Measured()
+        return replace(found, gpus=self._gpus.take()) if self._gpus else found
+
+    @remote(ONE_TO_ALL)
+    def place(self) -> Place:
+        host = socket.gethostname()
+        return find_gpu(host, device.current().index) if device.current().type == "cuda" else Place(host)
+
+    @remote(ONE_TO_ALL)
+    def watch_gpus(self, watchers: dict[int, list[str]]) -> None:
+        """From now on watch the GPUs that `watchers` has for this rank (`metrics.nvml.watchers`), where it has some."""
+        if self.rank in watchers:
+            self._gpus = GpuWatch(watchers[self.rank])
+            self._gpus.start()
 
     @remote(ONE_TO_ALL)
     def forget_rows(self) -> None:
@@ -97,5 +126,7 @@ class Worker:
         return socket.gethostname(), time.time()
 
     def close(self) -> None:
+        if self._gpus:
+            self._gpus.close()
         for role in self.roles.values():
             role.close()

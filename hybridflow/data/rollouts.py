@@ -17,12 +17,42 @@ from safetensors.torch import save_file
 
 from hybridflow.batch import Batch
 from hybridflow.config.replay import step_file
+from hybridflow.config.schema import Config
 
 _RAGGED = {"tokens": "tokens", "loss_mask": "loss_mask", "log_probs": "rollout_log_probs"}
 
 
 class ReplayError(RuntimeError):
     """The responses of an earlier run are not answers to this run's prompts."""
+
+
+class Samplings:
+    """What a step's rollout gave, sampling by sampling, kept and replayed as the config says. Samplings outside of a step
+    (evaluations) are no part of it: they are neither kept nor replayed."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._step: int | None = None
+        self._of_step: list[Batch] = []
+
+    def begin(self, step: int) -> None:
+        self._step, self._of_step = step, []
+
+    def replayed(self, prompts: Batch) -> Batch | None:
+        """The replayed run's responses to the next sampling; None: generate them. Raises as `load_rollout`."""
+        if not self._config.run.replay or self._step is None:
+            return None
+        return load_rollout(Path(self._config.run.replay), self._step, len(self._of_step), prompts)
+
+    def note(self, samples: Batch) -> None:
+        if self._step is not None:
+            self._of_step.append(samples)
+
+    def finish(self) -> None:
+        if self._config.run.save_rollouts:
+            vocab_size = self._config.read_model("actor").vocab_size
+            save_rollouts(Path(self._config.run.dir), self._step, self._of_step, vocab_size)
+        self._step, self._of_step = None, []
 
 
 def save_rollouts(run: Path, step: int, samplings: list[Batch], vocab_size: int) -> None:

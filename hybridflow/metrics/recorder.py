@@ -1,4 +1,5 @@
-"""Records a run: one JSON object per step, TensorBoard, the console, samples, a plot of the reward, a closing summary.
+"""Records a run: one JSON object per step, TensorBoard and other trackers, the console, samples, a plot of the reward, a
+closing summary.
 
     with Recorder(config.run.dir, config) as recorder:
         recorder.evaluation(step=0, accuracy=0.1, problems=64)
@@ -31,6 +32,8 @@ from hybridflow.controller.placement import place
 from hybridflow.metrics.console import Console
 from hybridflow.metrics.plot import plot_reward
 from hybridflow.metrics.summary import Evaluation, History, summarize
+from hybridflow.metrics.trackers import Trackers
+from hybridflow.metrics.versions import write_versions
 
 MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns ...
 MEMORY_GROWTH_BYTES = 256 << 20  # ... unless it is less than this: a process that fills its caches
@@ -61,10 +64,12 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         save(config, self.folder / "config.yaml")
         (self.folder / "placement.txt").write_text(place(config).render() + "\n")
+        write_versions(self.folder)
         self.history = History(started=time.monotonic())
         self._files: dict[str, io.FileIO] = {}
         self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
         self._console = Console(config.run.steps, stream)
+        self._trackers = Trackers(config, self.folder, self.line)
         self.latest_phase = ""
         self._phases: dict[str, float] = {}
         self.spans: list[Phase] = []  # of the step that is logged next
@@ -192,6 +197,7 @@ class Recorder:
         with what_can_be:
             self._tensorboard.close()
         self._console.close()
+        self._trackers.close(failed=error is not None)
         summary = summarize(self.history, self.folder, time.monotonic(), error)
         with what_can_be:
             (self.folder / "summary.json").write_text(json.dumps(summary.values, indent=2) + "\n")
@@ -204,10 +210,13 @@ class Recorder:
         _append(self._files[name], "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def _scalars(self, step: int, metrics: dict[str, Any]) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, bool | int | float) and name.rpartition("/")[2] != "step" or name == "time/step":
-                self._tensorboard.add_scalar(name, float(value), step)
+        """`step` itself is no metric, of a warm start neither."""
+        names = (name for name in metrics if name.rpartition("/")[2] != "step" or name == "time/step")
+        scalars = {name: float(metrics[name]) for name in names if isinstance(metrics[name], bool | int | float)}
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, step)
         self._tensorboard.flush()
+        self._trackers.log(step, scalars)
 
     def _watch_memory(self, metrics: dict[str, Any]) -> None:
         """The first steps fill caches; what grows after the third is a leak until shown otherwise."""

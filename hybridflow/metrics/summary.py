@@ -80,13 +80,14 @@ def _times(history: History) -> dict[str, Any]:
     """Median step time and every phase's share of all steps' time and of the saves between them; `other` is what no phase
     covers."""
     total = sum((step.get("time/step") or 0.0) + (step.get("time/save") or 0.0) for step in history.steps)
-    if not total:
+    whole = [step["time/step"] for step in history.steps if step.get("time/step")]
+    if not whole:
         return {"step_seconds_median": None, "time_shares": {}}
     names = sorted({name for step in history.steps for name in step if name.startswith("time/") and name != "time/step"})
     shares = {name[5:]: sum(step.get(name) or 0.0 for step in history.steps) / total for name in names}
     shares["other"] = max(0.0, 1 - sum(shares.values()))
-    median = statistics.median(step["time/step"] for step in history.steps if step.get("time/step"))
-    return {"step_seconds_median": median, "time_shares": dict(sorted(shares.items(), key=lambda item: -item[1]))}
+    shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    return {"step_seconds_median": statistics.median(whole), "time_shares": shares}
 
 
 def _peaks(history: History) -> dict[str, float]:

@@ -10,7 +10,9 @@ from hybridflow.algorithms.run import Run
 from hybridflow.batch import Batch
 from hybridflow.config.load import load
 from hybridflow.controller.kept import Courier
+from hybridflow.controller.worker import Measured
 from hybridflow.data.problems import Problem
+from hybridflow.metrics.nvml import Place
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.rewards.pool import Scores
 from hybridflow.rewards.scoring import Scoring, Term
@@ -84,7 +86,12 @@ def fake_run(folder: Path, *overrides: str) -> tuple[Run, list[tuple[str, tuple]
         "actor": {"update": lambda *args: updated, "log_probs": lambda batch: _like(batch, "log_probs", -1.5)},
         "critic": {"update": lambda *args: updated, "values": lambda batch: _like(batch, "values", 0.5)},
         "reference": {"log_probs": lambda batch: _like(batch, "log_probs", -2.0)},
-        "worker": {"memory": lambda: [{}], "clock": lambda: [("host", time.time())], "calls": lambda: [[]]},
+        "worker": {
+            "measured": lambda: [Measured()],
+            "place": lambda: [Place("host")],
+            "clock": lambda: [("host", time.time())],
+            "calls": lambda: [[]],
+        },
     }
     answers["cost_critic"] = {**answers["critic"], "values": lambda batch: _like(batch, "values", 0.25)}
     absent = {name for name in ("critic", "cost_critic", "reference") if getattr(config.roles, name) is None}

@@ -1,6 +1,5 @@
 """What happens on the driver: metric sums, memory notes, values per token; and what an algorithm asks of its roles."""
 
-import json
 import threading
 import time
 
@@ -16,7 +15,6 @@ from hybridflow.config import preflight
 from hybridflow.config.own_class import load_class
 from hybridflow.config.schema import ALGORITHM_METHODS, ConfigError
 from hybridflow.roles.registry import handles
-from megatron_ext.intervals import Interval
 from tests.algorithms.fakes import fake_run, problems
 from tests.config.folders import write_model
 
@@ -167,18 +165,6 @@ def test_a_critic_with_a_model_of_its_own_keeps_it(tmp_path):
     assert names(calls) == ["critic.start_training"]
 
 
-def test_a_steps_metrics_are_means_over_its_updates(tmp_path):
-    run, _ = fake_run(tmp_path, "algorithm.name=ppo", "batch.mini_batches=2")
-    ppo = make_algorithm(run)
-    run.begin_step()
-    ppo.step(problems(2))
-    run.finish_step()
-    step = run.recorder.history.steps[0]
-    assert step["critic/loss"] == step["actor/loss"] == 0.5 and step["critic/lr"] == 0.1
-    assert step["critic/explained_variance"] is not None
-    assert {"time/values", "time/update", "time/update_critic"} <= step.keys()
-
-
 MINE = """
 class Mine:
     def __init__(self, run):
@@ -254,17 +240,3 @@ def test_an_algorithm_of_ones_own_that_is_not_one(tmp_path, monkeypatch, name, m
     with pytest.raises(ConfigError) as error:
         load_class("algorithm.name", name, ALGORITHM_METHODS)
     assert str(error.value).startswith(f"algorithm.name={name!r}") and str(error.value).endswith(message)
-
-
-def test_the_bubble_is_that_of_the_actors_updates(tmp_path):
-    run, _ = fake_run(tmp_path, "run.profile=true")
-    update = [Interval.of("forward", 0, 0, 0, 0.0, 1.0), Interval.of("backward", 0, 0, 0, 3.0, 4.0)]
-    log_probs = [Interval.of("forward", 0, 0, 0, 9.0, 10.0)]
-    busier = [Interval.of("forward", 1, 0, 0, 1.0, 2.0), Interval.of("backward", 1, 0, 0, 2.0, 4.0)]
-    reports = iter([[["of the warm start"]] * 2, [[log_probs, update], [[], busier]]])
-    run.actor._answers["take_passes"] = lambda: next(reports)
-    run.begin_step()
-    run.finish_step()
-    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert (logged["pipeline/bubble_mean"], logged["pipeline/bubble_max"]) == (0.375, 0.5)
-    assert run.passes == {"actor": [(log_probs, []), (update, busier)]}

@@ -1,10 +1,8 @@
-"""A job killed outright and resumed ends as one that was left alone: metrics, samples and weights."""
+"""A job killed outright, resumed, asked to leave and resumed again ends as one left alone: metrics, samples and weights."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,53 +12,25 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.data.tiny_model import make_tiny_model
+from tests import small_job
+from tests.small_job import TIMEOUT, finish, write_recipe
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT = 500
 # PPO with an adapted KL penalty: three models, two optimizers, and a state of the driver's own.
-CONFIG = """
-model: {{path: {model}, dtype: float32}}
-cluster: {{ranks_per_node: 1, device: cpu}}
-roles:
-  actor: {{micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3, warmup_steps: 3}}}}
-  rollout: {{gpu_memory_utilization: 0.1, engine_args: {{max_num_seqs: 64}}}}
-algorithm: {{name: ppo, kl_coefficient: 0.05, kl_target: 0.1, kl_in: reward}}
-batch: {{prompts: 4, samples_per_prompt: 4, mini_batches: 2}}
-sampling: {{max_prompt_tokens: 16, max_response_tokens: 6}}
-data:
-  task: chain_sum
-  options: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}
-  prompt_template: "{{expression}}="
-reward: {{kind: last_integer, concurrency: 1}}
-warm_start: {{steps: 10, batch_size: 16, optimizer: {{lr: 3.0e-3}}}}
-evaluation: {{problems: 4, every: 2}}
-run: {{dir: {run}, steps: 6, seed: 1, save_every: 2}}
+PPO = """
+roles: {actor: {optimizer: {warmup_steps: 3}}}
+algorithm: {name: ppo, kl_coefficient: 0.05, kl_target: 0.1, kl_in: reward}
+batch: {samples_per_prompt: 4}
+warm_start: {steps: 10, batch_size: 16, optimizer: {lr: 3.0e-3}}
+evaluation: {problems: 4, every: 2}
+run: {steps: 6, save_every: 2}
 """
-MEASURED = ("time/", "perf/", "memory/")  # never twice the same
+MEASURED = ("time/", "perf/", "memory/", "straggler/")  # never twice the same
 OF_THE_PROCESS = ("reshard/verified", "reshard/wire_bound_fraction")  # checked after every start
 
 
-def start(folder: Path, run: str, *overrides: str) -> subprocess.Popen:
-    config = folder / f"{run}.yaml"
-    config.write_text(CONFIG.format(model=folder / "tiny", run=folder / run))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(config), *overrides],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen) -> str:
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        process.terminate()
-    assert process.returncode == 0, output[-6000:]
-    return output
+def start(folder: Path, run: str, *overrides: str, **more_environment: str) -> subprocess.Popen:
+    config = write_recipe(folder / f"{run}.yaml", folder / "tiny", folder / run, PPO)
+    return small_job.start(config, *overrides, **more_environment)
 
 
 def kill_all(process: subprocess.Popen) -> str:
@@ -71,8 +41,10 @@ def kill_all(process: subprocess.Popen) -> str:
 
 
 def rows(path: Path, *without: str) -> list[dict]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith((*MEASURED, *without))} for line in lines]
+    return [
+        {name: value for name, value in row.items() if not name.startswith((*MEASURED, *without))}
+        for row in small_job.rows(path)
+    ]
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
@@ -102,7 +74,10 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path):
     checkpoints = tmp_path / "killed" / "checkpoints"
     newest = checkpoints / "step-4" / "critic" / "__0_0.distcp"
     os.truncate(newest, newest.stat().st_size // 2)  # and a disk that lost its end
-    output = finish(start(tmp_path, "killed"))
+    leaving = "roles.actor.implementation=tests.checkpoints.leaving:LeavingActor"
+    output = finish(start(tmp_path, "killed", leaving, "run.save_every=3"), status=99)
     assert f"skipped: {checkpoints}/step-4: critic/__0_0.distcp has " in output
     assert f"resumes after step 2 from {checkpoints}/step-2" in output
+    assert "SIGTERM: ending after step 4 of 6; run.resume=auto goes on from there" in output
+    assert f"resumes after step 4 from {checkpoints}/step-4" in finish(start(tmp_path, "killed"))
     assert_same_run(tmp_path / "killed", tmp_path / "whole")

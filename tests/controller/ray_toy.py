@@ -1,4 +1,4 @@
-"""`python -m tests.controller.ray_toy CONFIG [raise]`: a driver over toy roles on Ray, watched over as `hybridflow train` does.
+"""`python -m tests.controller.ray_toy CONFIG [raise|meet]`: a driver over toy roles on Ray, as ray_job.py starts it.
 
 It prints what it sees as one line of JSON; its ranks join a gloo world and build neither Megatron nor an engine.
 """
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from hybridflow import ray_driver
 from hybridflow.batch import Batch
-from hybridflow.config.load import load
 from hybridflow.config.schema import Config
 from hybridflow.controller.faults import as_rank_failed
 from hybridflow.controller.handle import RoleHandle
@@ -116,13 +115,7 @@ def main() -> int:
         return ray_driver.main(["--config", sys.argv[1]])
 
 
-def launch() -> int:
-    command = [sys.executable, "-m", "tests.controller.ray_toy", *sys.argv[1:]]
-    with mock.patch.object(ray_driver, "command", lambda *arguments: command):
-        return ray_driver.launch(load(sys.argv[1]), "cpu", sys.argv[1], [])
-
-
 if __name__ == "__main__":
     from tests.controller import ray_toy  # by its name, which the ranks can import as well
 
-    sys.exit(ray_toy.main() if ray_driver.FOLDER in os.environ else ray_toy.launch())
+    sys.exit(ray_toy.main())

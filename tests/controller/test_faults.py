@@ -43,6 +43,15 @@ def test_a_killed_rank_is_named_with_what_a_peer_was_at(folder):
     assert "failed in actor.update (step 3, update)" in cause
 
 
+def test_a_rank_that_nobody_missed_is_named_with_its_roles_and_what_the_driver_was_at(folder):
+    faults.note_exits({0: -signal.SIGTERM, 2: -signal.SIGKILL})
+    cause = faults.cause(folder, ["actor", "actor", "critic, reward"], "phase rollout after 2 steps")
+    assert cause.startswith("rank 2 on ")
+    assert cause.endswith(
+        "was ended by SIGKILL in phase rollout after 2 steps: the machine may have run out of memory; its roles: critic, reward"
+    )
+
+
 def test_what_is_left_to_say(folder, monkeypatch, capfd):
     assert faults.cause(folder) is None
     faults.note_exits({3: 7})

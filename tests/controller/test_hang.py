@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.controller import faults, hang
+from hybridflow.controller import faults, hang, ray
 from hybridflow.controller.hang import Watch
+from hybridflow.controller.ray_cluster import Seat
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -31,7 +32,7 @@ ranks = [subprocess.Popen([sys.executable, "-c", {RANK!r}], env=os.environ | {{"
 
 
 @pytest.mark.timeout(120)
-def test_a_hung_job_ends_with_the_stacks_of_all_ranks_that_can_tell(tmp_path):
+def test_a_hung_job_ends_with_the_stacks_of_all_ranks(tmp_path):
     code = f"""
         import os, sys
         from pathlib import Path
@@ -44,11 +45,12 @@ def test_a_hung_job_ends_with_the_stacks_of_all_ranks_that_can_tell(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert done.stderr == (
-        "hybridflow: error: no progress for 0.15 minutes (run.hang_minutes) in phase update after 3 steps: rank 2 did not"
-        f" report; stacks of the ranks in {tmp_path}\n"
+        "hybridflow: error: no progress for 0.15 minutes (run.hang_minutes) in phase update after 3 steps: rank 2 had been"
+        f" stopped by a signal; stacks of the ranks in {tmp_path}\n"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["phase.txt", "rank-0.txt", "rank-1.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["phase.txt", "rank-0.txt", "rank-1.txt", "rank-2.txt"]
     assert all("stuck_in_a_collective" in (tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert (tmp_path / "rank-2.txt").stat().st_size
 
 
 class Clock:
@@ -63,14 +65,34 @@ def test_progress_is_what_keeps_a_job_alive(tmp_path, monkeypatch):
     notes, clock = tmp_path / "notes", Clock()
     notes.mkdir()
     monkeypatch.setenv(faults.FOLDER, str(notes))
-    watch = Watch(1.0, [0], tmp_path / "hang", clock=clock, patience=2.0)
+    watch = Watch(1.0, [faults.DRIVER, 0, 1], tmp_path / "hang", clock=clock, patience=2.0)
+    assert hang.latest(notes) == ""
     for step in range(5):
         clock.now += 50
         hang.progress(f"step {step}")
         assert watch.look(notes) is None
     clock.now += 61
-    assert "in step 4: rank 0 did not report" in watch.look(notes)
+    assert hang.latest(notes) == "step 4"
+    assert "in step 4: the driver and ranks 0, 1 did not report" in watch.look(notes)
     assert (tmp_path / "hang/phase.txt").read_text() == "step 4\n"
+
+
+def test_on_ray_the_driver_asks_the_ranks(tmp_path, monkeypatch):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setenv(faults.FOLDER, str(notes))
+    store = ray._listening_store("127.0.0.1", 0)
+    seats = [Seat("first", "10.0.0.1", "a", 0), Seat("second", "10.0.0.2", "b", 0)]
+    ray._tell_stacks(store, 1)
+    assert not hang.asked() and not store.check([ray._stacks_of(1)])  # nobody has asked
+    (notes / "hung").touch()
+    assert hang.asked()
+    ray._take_stacks(store, seats)
+    ray._tell_stacks(store, 1)
+    ray._take_stacks(store, seats)
+    watch = Watch(1.0, [faults.DRIVER, 0, 1], tmp_path / "hang", clock=Clock(), patience=2.0)
+    assert ": the driver and rank 0 did not report; stacks" in watch.look(notes)
+    assert "test_on_ray_the_driver_asks_the_ranks" in (tmp_path / "hang/rank-1.txt").read_text()
 
 
 def test_who_watches_when(tmp_path, monkeypatch):

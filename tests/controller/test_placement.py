@@ -1,5 +1,7 @@
 """Roles on ranks, pools, and the picture; pure."""
 
+from pathlib import Path
+
 import pytest
 
 from hybridflow.config.schema import (
@@ -12,6 +14,8 @@ from hybridflow.config.schema import (
     RolloutConfig,
 )
 from hybridflow.controller.placement import parse_ranks, place
+
+ALL, FIRST, LAST = "all", [0, 1], [2, 3]
 
 
 def config(nodes: int = 1, ranks_per_node: int = 4, **roles) -> Config:
@@ -122,3 +126,16 @@ def test_the_picture():
         "pool 0: ranks 0-1: actor, rollout",
         "pool 1: ranks 2-3: critic",
     ]
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        {"actor": ALL, "rollout": ALL, "reference": ALL, "critic": FIRST},
+        {"actor": FIRST, "rollout": FIRST, "reference": LAST, "critic": LAST},
+        {"actor": FIRST, "rollout": LAST, "reference": FIRST, "critic": FIRST},
+    ],
+)
+def test_the_pictures_that_the_readme_shows(roles):
+    placed = {name: {"ranks": ranks, "tp": 2} for name, ranks in roles.items()}
+    assert f"```\n{place(config(**placed)).render()}\n```" in (Path(__file__).parents[2] / "README.md").read_text()

@@ -1,45 +1,27 @@
 """Jobs under torchrun whose roles live on different ranks: two pools with a critic apart, and a rollout of its own."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hybridflow.data.tiny_model import make_tiny_model
+from tests.small_job import finish, rows, start, write_recipe
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
-CONFIG = """
-model: {{path: {folder}/tiny, dtype: float32}}
-cluster: {{ranks_per_node: 4, device: cpu}}
+SPLIT = """
+cluster: {ranks_per_node: 4}
 roles:
-  actor: {{ranks: [0, 1], pp: 2, micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}}}
-  rollout: {{ranks: [0, 1], tp: 2, gpu_memory_utilization: 0.1, engine_args: {{max_num_seqs: 64}}}}
-batch: {{prompts: 4, samples_per_prompt: 8, mini_batches: 2}}
-sampling: {{max_prompt_tokens: 16, max_response_tokens: 6}}
-data:
-  task: chain_sum
-  options: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}
-  prompt_template: "{{expression}}="
-reward: {{kind: last_integer, concurrency: 1}}
-evaluation: {{problems: 4}}
-run: {{dir: {folder}/run, steps: 2, seed: 1}}
+  actor: {ranks: [0, 1], pp: 2}
+  rollout: {ranks: [0, 1], tp: 2}
+evaluation: {problems: 4}
 """
 
 
-def train(folder: Path, *overrides: str, environment: dict | None = None) -> tuple[list[dict], str]:
+def train(folder: Path, *overrides: str) -> tuple[list[dict], str]:
     """The steps' metrics, and what was printed."""
-    make_tiny_model(folder / "tiny")
-    (folder / "c.yaml").write_text(CONFIG.format(folder=folder))
-    command = [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(folder / "c.yaml"), *overrides]
-    job = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | (environment or {})
-    )
-    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-6000:]
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], job.stdout
+    config = write_recipe(folder / "c.yaml", make_tiny_model(folder / "tiny"), folder / "run", SPLIT)
+    printed = finish(start(config, *overrides), TIMEOUT)
+    return rows(folder / "run" / "metrics.jsonl"), printed
 
 
 @pytest.mark.timeout(TIMEOUT + 20)

@@ -23,6 +23,7 @@ from hybridflow.controller import ray_cluster
 from hybridflow.controller.ray_cluster import Seat
 from hybridflow.ray_driver import settings
 from tests.config.folders import write_config, write_model
+from tests.processes import kill, living
 from tests.world import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +32,14 @@ START = 300  # seconds, on a machine that is busy with other tests
 
 
 class Job:
-    """`python -m tests.controller.ray_toy` with a folder for temporary files of its own."""
+    """`python -m tests.controller.ray_job` with a folder for temporary files of its own."""
 
     def __init__(self, config: Path, *arguments: str):
         self.folder = Path(tempfile.mkdtemp(prefix="hf-", dir="/tmp"))  # short: sockets live in it
         self._printed, self._said = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         with self._printed.open("w") as out, self._said.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.controller.ray_toy", str(config), *arguments],
+                [sys.executable, "-m", "tests.controller.ray_job", str(config), *arguments],
                 cwd=ROOT,
                 env=os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)},
                 stdout=out,
@@ -65,8 +66,7 @@ class Job:
     def left(self) -> list[psutil.Process]:
         """Processes of the job, by descent or by their folder, that are still there."""
         by_folder = [p for p in psutil.process_iter(["cmdline"]) if any(str(self.folder) in w for w in p.info["cmdline"] or [])]
-        alive = [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        return by_folder + alive
+        return by_folder + living(self.family)
 
     def left_over(self, ranks: list[dict]) -> list:
         """Processes, files of an embedded Ray, shared memory of ranks."""
@@ -77,8 +77,7 @@ class Job:
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(40)
-        for process in (self.process, *self.left()):
-            process.kill()
+        kill((self.process, *self.left()))
         shutil.rmtree(self.folder, ignore_errors=True)
         for file in (self._printed, self._said):
             file.unlink()
@@ -178,7 +177,9 @@ def test_whatever_ends_a_job_ends_all_of_it(config, how):
             wait_for(lambda: job.left() == [], 60, job)
             return
         assert job.left_over(ranks) == []
-        assert job.said.splitlines()[-1].startswith(ENDS[how]), job.said
+        last = job.said.splitlines()[-1]
+        assert last.startswith(ENDS[how]), job.said
+        assert last.endswith("; its roles: actor, rollout") == how.startswith("rank "), last
 
 
 @pytest.fixture
@@ -206,9 +207,7 @@ def cluster() -> Iterator[str]:
                 user.setenv(name, value)
             yield f"127.0.0.1:{port}"
     finally:
-        family = [p for node in nodes for p in (*psutil.Process(node.pid).children(recursive=True), node)]
-        for process in family:
-            process.kill()
+        kill([p for node in nodes for p in (*psutil.Process(node.pid).children(recursive=True), node)])
         for node in nodes:
             node.wait(10)
         shutil.rmtree(folder, ignore_errors=True)

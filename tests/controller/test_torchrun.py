@@ -71,7 +71,7 @@ def drive(layout: Layout) -> dict | None:
         "shards": first.result()["rows"].tolist(),
         "b": second.result(),
         "a": late.result(),
-        "memory": sorted(RoleHandle("worker", Worker, layout, transport).memory().result()[3]),
+        "memory": sorted(RoleHandle("worker", Worker, layout, transport).measured().result()[3].memory),
     }
     with pytest.raises(AttributeError, match="no remote method 'hidden'"):
         a.hidden()

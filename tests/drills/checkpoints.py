@@ -1,21 +1,12 @@
-"""Drills of checkpoints that take too long for every change, run by hand:
+"""Drills of checkpoints: a job killed at random moments, some of them in a save, and a disk that fills up (faults.py)."""
 
-python -m tests.drills.checkpoints kills [--count 10] [--seed 0]     # killed at random moments, some of them in a save
-python -m tests.drills.checkpoints full-disk                         # a small tmpfs fills up; needs the right to mount
-"""
-
-import argparse
-import contextlib
 import random
 import re
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 from hybridflow.checkpoints.folder import find
-from hybridflow.data.tiny_model import make_tiny_model
 from tests.checkpoints.test_killed_job import assert_same_run, finish, kill_all, start
 
 STEPS = ["run.steps=24", "run.save_every=1"]
@@ -40,13 +31,13 @@ def kills(folder: Path, count: int, seed: int) -> None:
         reported = [int(step) for step in re.findall(r"saved \S+/step-(\d+) ", output)]
         whole, broken = find(checkpoints)
         assert not reported or whole[0].step >= reported[-1], (reported, whole)
-        print(
-            f"kill {number + 1}: reported {reported}, newest whole {whole[0].step if whole else None}, broken {broken}",
-            flush=True,
-        )
+        newest = f"step {whole[0].step}" if whole else "none"
+        half = f"; {len(broken)} not written to its end" if broken else ""
+        when = "in a save" if in_a_save else "at a random moment"
+        print(f"kill {number + 1}, {when}: saved in this start {reported}; newest whole one: {newest}{half}", flush=True)
     finish(start(folder, "killed", *STEPS))
     assert_same_run(folder / "killed", folder / "whole")
-    print("same metrics, samples and weights as the run that was left alone")
+    print("    in the end: metrics, samples and weights of a run that was left alone", flush=True)
 
 
 def _has_begun(checkpoints: Path, before: list, in_a_save: bool) -> bool:
@@ -57,7 +48,7 @@ def _has_begun(checkpoints: Path, before: list, in_a_save: bool) -> bool:
 
 
 def full_disk(folder: Path) -> None:
-    """The third checkpoint does not fit; with more room the run goes on from the second."""
+    """The third checkpoint does not fit; with more room the run goes on from the second. Needs the right to mount."""
     disk = folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(disk)], check=True)
@@ -65,33 +56,13 @@ def full_disk(folder: Path) -> None:
         options = [f"run.dir={disk}/run", "run.save_every=2"]
         process = start(folder, "disk-full", *options)
         output, _ = process.communicate(timeout=600)
-        print(output[-1500:])
+        print(output.rstrip().splitlines()[-1].replace(str(folder), ""), flush=True)
         whole, broken = find(disk / "run" / "checkpoints")
         assert process.returncode == 1, process.returncode
         assert str(disk / "run" / "checkpoints" / ".step-6.partial") in output.splitlines()[-1]
         assert [checkpoint.step for checkpoint in whole] == [4, 2], (whole, broken)
         subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
         assert "resumes after step 4" in finish(start(folder, "disk-full", *options))
-        print("the last good checkpoint survived, status 1; with more room the run came to its end")
+        print("    status 1; the last good checkpoint survived, and with more room the run came to its end", flush=True)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drill", choices=["kills", "full-disk"])
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflow-drill-")))
-        make_tiny_model(folder / "tiny")
-        if arguments.drill == "kills":
-            kills(folder, arguments.count, arguments.seed)
-        else:
-            full_disk(folder)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -68,9 +68,7 @@ def config(folders, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def world(worlds):
-    used = worlds(4, "hybrid")
-    yield used
-    used.close()
+    return worlds(4, "engine")  # which tests/rollout/test_engine.py closes
 
 
 @pytest.fixture(scope="module")

@@ -1,37 +1,46 @@
-"""Steps of GRPO with real Megatron and vLLM: memory that comes back changes nothing; the canary hears a stale weight."""
+"""Steps of GRPO and PPO with real Megatron and vLLM: memory that comes back changes nothing; roles in layouts of their own; the
+canary hears a stale weight."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen2ForSequenceClassification
 
+from hybridflow.config.load import load
+from hybridflow.config.preflight import check
 from hybridflow.data.tiny_model import make_tiny_model
+from hybridflow.data.tokenizer import character_tokenizer
+from hybridflow.rewards.scorers import last_integer
 from tests.roles import jobs
+from tests.small_job import CLASSIFIERS_TOKENS, finish, rows, start, write_classifier, write_recipe
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
-CONFIG = """
-model: {{path: {model}, dtype: {dtype}}}
-cluster: {{ranks_per_node: 2, device: cpu}}
+TWO = """
+cluster: {ranks_per_node: 2}
+roles: {actor: {tp: 2}, reference: {pp: 2}}
+algorithm: {kl_coefficient: 0.01}
+warm_start: {steps: 4, batch_size: 16, optimizer: {lr: 3.0e-3}}
+evaluation: {problems: 4}
+run: {steps: 6}
+"""
+# Actor TP2 x PP2 beside a critic PP2 x DP2 and a reward model TP2 x DP2 whose tokens have other numbers; 6
+# prompts that do not divide evenly into 4 mini-batches of 2 data-parallel ranks
+FOUR = """
+cluster: {ranks_per_node: 4}
 roles:
-  actor: {{tp: 2, micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}}}
-  rollout: {{tp: 1, gpu_memory_utilization: 0.1, engine_args: {{max_num_seqs: 64}}}}
-  reference: {{pp: 2}}
-algorithm: {{kl_coefficient: 0.01}}
-batch: {{prompts: 4, samples_per_prompt: 8, mini_batches: 2}}
-sampling: {{max_prompt_tokens: 16, max_response_tokens: 6}}
-data:
-  task: chain_sum
-  options: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}
-  prompt_template: "{{expression}}="
-reward: {{kind: last_integer, concurrency: 1}}
-warm_start: {{steps: 4, batch_size: 16, optimizer: {{lr: 3.0e-3}}}}
-evaluation: {{problems: 4}}
-run: {{dir: {folder}/run, steps: 6, seed: 1}}
+  actor: {tp: 2, pp: 2}
+  rollout: {tp: 2}
+  critic: {pp: 2, micro_batch_tokens: 2048, forward_micro_batch_tokens: 4096, optimizer: {lr: 3.0e-4}}
+  reference: {tp: 2}
+  reward: {tp: 2, forward_micro_batch_tokens: 4096}
+algorithm: {name: ppo, epochs: 2, kl_coefficient: 0.05, kl_in: reward, kl_estimator: k1, kl_target: 0.5}
+batch: {prompts: 6, samples_per_prompt: 3, mini_batches: 4}
+reward: {model_weight: 0.5, cache_size: 1000}
+warm_start: {steps: 20, batch_size: 64, optimizer: {lr: 3.0e-3}}
+evaluation: {problems: 4}
+run: {steps: 3}
 """
 ALL_AWAY = ["roles.actor.release_weights=always", "roles.actor.offload=[optimizer]", "roles.reference.offload=[params]"]
 
@@ -50,8 +59,8 @@ def model(tmp_path_factory):
 
 def train(world, model, folder, dtype: str, *overrides: str, **fault) -> tuple[list[dict], dict]:
     folder.mkdir()
-    (folder / "c.yaml").write_text(CONFIG.format(model=model, dtype=dtype, folder=folder))
-    found = world.run(jobs.train, str(folder / "c.yaml"), list(overrides), timeout=TIMEOUT, **fault)
+    config = write_recipe(folder / "c.yaml", model, folder / "run", TWO, f"model: {{dtype: {dtype}}}")
+    found = world.run(jobs.train, str(config), list(overrides), timeout=TIMEOUT, **fault)
     return found, load_file(folder / "run" / "hf" / "model.safetensors")
 
 
@@ -114,6 +123,47 @@ def test_a_run_replayed_in_other_layouts_has_the_same_losses(worlds, world, mode
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
+def test_a_critic_and_a_reward_model_in_layouts_of_their_own(worlds, model, tmp_path):
+    classifier = write_classifier(tmp_path / "classifier")
+    scorer = f"roles: {{reward: {{model: {{path: {classifier}}}}}}}"
+    config = write_recipe(tmp_path / "c.yaml", model, tmp_path / "run", FOUR, scorer)
+    check(load(config))
+    steps = worlds(4, "engine").run(jobs.train, str(config), [], timeout=TIMEOUT)[0]["steps"]
+    assert [step["reshard/verified"] for step in steps] == [True, None, None]
+    measured = {
+        *("time/values", "time/update", "time/update_critic", "time/reference", "critic/loss", "critic/explained_variance"),
+        *("critic/clip_fraction", "critic/value", "critic/grad_norm", "critic/lr", "actor/kl_response", "actor/kl_coefficient"),
+        *("memory/peak_bytes/values", "memory/peak_bytes/update_critic", "memory/peak_bytes/reward"),
+        *("reward/last_integer", "reward/model", "reward/cache_hit_rate", "time/reward"),
+    }
+    for step in steps:
+        assert measured <= step.keys()
+        assert not step["critic/skipped"] and step["critic/grad_norm"] > 0 and step["critic/lr"] == 3e-4
+        assert step["reward/mean"] == pytest.approx(step["reward/last_integer"] + 0.5 * step["reward/model"])
+        assert step["reward/failed"] == 0 and 0 <= step["reward/cache_hit_rate"] < 1
+    check_scores(classifier, tmp_path / "run")
+    # the policy starts as the reference: nothing to penalise, and the coefficient comes down by its largest step
+    assert abs(steps[0]["actor/kl_response"]) < 1e-3
+    assert [step["actor/kl_coefficient"] for step in steps[:2]] == [0.05, pytest.approx(0.05 * 0.98)]
+
+
+def check_scores(classifier: Path, run: Path) -> None:
+    """The samples' rewards are what transformers' own classifier says of their text, beside whether the answer is right."""
+    model = Qwen2ForSequenceClassification.from_pretrained(classifier, dtype=torch.float32).eval()
+    tokenizer = character_tokenizer(CLASSIFIERS_TOKENS)
+    policy = character_tokenizer()
+    trained = [row for row in rows(run / "samples.jsonl") if row["kind"] == "train"]
+    assert len(trained) == 3 * 18
+    for row in trained:
+        text = policy.decode(row["prompt_tokens"]) + row["response"]
+        ends = [tokenizer.eos_token_id] if row["tokens"][-1] == policy.eos_token_id else []
+        with torch.no_grad():
+            score = model(torch.tensor([tokenizer(text)["input_ids"] + ends])).logits[0, 0].item()
+        right = last_integer("", row["response"], row["answer"], {})
+        assert row["reward"] == pytest.approx(right + 0.5 * score, abs=1e-4), row
+
+
+@pytest.mark.timeout(TIMEOUT + 60)
 def test_float32_weights_rest_on_the_host(world, model, tmp_path):
     overrides = ["roles.actor.offload=[params,grads,optimizer]", "run.steps=2", "roles.actor={tp: 1, pp: 2}"]
     found, _ = train(world, model, tmp_path / "run", "float32", *overrides)
@@ -133,13 +183,10 @@ def test_the_canary_hears_one_weight_that_was_not_written(world, model, tmp_path
 
 def _gpu_job(model, folder, steps: int, *overrides: str) -> list[dict]:
     folder.mkdir()
-    (folder / "c.yaml").write_text(CONFIG.format(model=model, dtype="bfloat16", folder=folder))
-    command = [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(folder / "c.yaml"), f"run.steps={steps}"]
+    config = write_recipe(folder / "c.yaml", model, folder / "run", TWO, "model: {dtype: bfloat16}")
     chosen = ["cluster={ranks_per_node: 1, device: cuda}", "roles.actor.tp=1", "roles.reference.pp=1", *overrides]
-    job = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-6000:]
-    assert "memory of phase" not in job.stdout
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "memory of phase" not in finish(start(config, f"run.steps={steps}", *chosen), 900)
+    return rows(folder / "run" / "metrics.jsonl")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,321 @@
+"""Drills of what may befall a job, each with a real one on CPU ranks, by hand:
+
+python -m tests.drills.faults [NAME ...]          # such as hang nan; all of them: about 40 minutes on 2 busy cores
+
+A drill prints a line for each job: seconds from the fault to its end, exit status, what is left of it, and what was seen. The
+job is PPO with an adapted KL penalty (tests/checkpoints/test_killed_job.py): three models, two optimizers.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from hybridflow.algorithms.skipped import load_batch
+from hybridflow.checkpoints.folder import find
+from hybridflow.controller import stopping
+from hybridflow.data.tiny_model import make_tiny_model
+from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
+from tests.drills import checkpoints
+from tests.processes import living
+
+PATIENCE = 900  # seconds for anything, on a busy machine
+MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
+TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=12", "run.save_every=3")
+THREE = ("cluster.ranks_per_node=3", "roles.actor.pp=3", "run.steps=8", "run.save_every=1")
+RAY = ("cluster.launcher=ray",)
+_STARTED: list[subprocess.Popen] = []  # by drills, to be ended where one of them fails
+PHASES = ("wake", "reshard", "rollout", "save", "reward", "log_probs", "update")
+
+
+class Drilled:
+    """A job to which something is done; it has a folder for temporary files and a mark in its environment of its own."""
+
+    def __init__(self, folder: Path, run: str, *options: str):
+        self._temporary = tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp")  # short: Ray's sockets live in it
+        self._mark, self.run = uuid.uuid4().hex, folder / run
+        environment = {MARK: self._mark, "TMPDIR": self._temporary.name}
+        self.process = start(folder, run, *options, **environment)
+        self.memory: set[str] = set()
+        self._known: list[psutil.Process] = []
+        _STARTED.append(self.process)
+        self._since = time.monotonic()
+
+    def steps(self) -> int:
+        metrics = self.run / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def await_steps(self, count: int) -> None:
+        self.wait_for(lambda: self.steps() >= count, f"step {count}")
+
+    def wait_for(self, condition: Callable[[], bool], what: str, pause: float = 0.05) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0][-4000:]
+            assert time.monotonic() < deadline, f"{what} did not come about"
+            time.sleep(pause)
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def rank(self, number: int) -> psutil.Process:
+        """Under torchrun by its environment; under Ray, whose actors don't have their number there, by their order."""
+        members = self.family()
+        actors = [member for member in members if member.name().startswith("ray::RankActor")]
+        return actors[number] if actors else next(m for m in members if m.environ().get("RANK") == str(number))
+
+    def driver(self) -> psutil.Process:
+        """The process in which the driver runs."""
+        own = [member for member in self.family() if "hybridflow.ray_driver" in member.cmdline()]
+        return own[0] if own else self.rank(0)
+
+    def note(self, name: str) -> str:
+        """What is written under this name among the job's notes."""
+        found = list(Path(self._temporary.name).glob(f"hybridflow-*/{name}"))
+        return found[0].read_text() if found else ""
+
+    def has_note(self, name: str) -> bool:
+        return any(Path(self._temporary.name).glob(f"hybridflow-*/{name}"))
+
+    @contextmanager
+    def caught_in(self, phase: str) -> Iterator[None]:
+        """Within, the driver stands still in a phase of a step."""
+        driver = self.driver()
+        while driver.status() != psutil.STATUS_STOPPED:
+            self.wait_for(lambda: self.has_note(stopping.READY) and self._is_in(phase), phase, 0.001)
+            driver.suspend()
+            self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
+            if not self._is_in(phase):  # it has gone on meanwhile: in the next step
+                driver.resume()
+                self.wait_for(lambda: driver.status() != psutil.STATUS_STOPPED, "an end of the stop", 0.001)
+        try:
+            yield
+        finally:
+            driver.resume()
+
+    def _is_in(self, phase: str) -> bool:
+        return self.note("progress").startswith(f"phase {phase} after")
+
+    def about_to(self) -> None:
+        """Before anything is done to the job: what it consists of, and the memory that it shares."""
+        self._known = [psutil.Process(self.process.pid), *self.family()]
+        for process in self._known:
+            try:
+                self.memory |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        self._since = time.monotonic()
+
+    def ended(self, what: str, status: int, saw: str = "") -> str:
+        """The job's end: its status is right and nothing is left of it. Prints the line; returns what the job printed."""
+        try:
+            output, _ = self.process.communicate(timeout=PATIENCE)
+        finally:
+            self.process.kill()
+        seconds = time.monotonic() - self._since
+        left = set(living(self._known))
+        left |= {other for other in psutil.process_iter(["environ"]) if (other.info["environ"] or {}).get(MARK) == self._mark}
+        memory = [path for path in self.memory if Path(path.removesuffix(" (deleted)")).exists()]
+        files = os.listdir(self._temporary.name)
+        remains = f"left: {len(left)} processes, {len(memory)} of {len(self.memory)} in /dev/shm, {len(files)} files in /tmp"
+        print(f"{what:34} status {self.process.returncode:2} after {seconds:5.1f} s  {remains}", flush=True)
+        for line in filter(None, saw.splitlines() or [self.last_line(output)]):
+            print(f"    {line}", flush=True)
+        assert self.process.returncode == status, output[-4000:]
+        assert not left and not memory and not files, (left, memory, files)
+        self._temporary.cleanup()
+        return output
+
+    def last_line(self, output: str) -> str:
+        return shown(output.rstrip().splitlines()[-1])
+
+
+def shown(line: str) -> str:
+    """Without this machine's paths and name."""
+    return re.sub(r"/\S*?/(?=killed|hung|stopped|poisoned|disk|whole)", "", line).replace(os.uname().nodename, "HOST")
+
+
+@dataclasses.dataclass
+class Drills:
+    """Every method is a drill; its name, with hyphens, is that of the command line."""
+
+    folder: Path
+
+    def sigterm(self) -> None:
+        """In each phase, to every process of the job, as Slurm does; each start goes on where the last one ended."""
+        finish(start(self.folder, "whole-2", *TWO))
+        for phase in PHASES:
+            self._leave("stopped", phase, *TWO)
+        job = Drilled(self.folder, "stopped", *TWO)
+        job.await_steps(11)
+        with job.caught_in("rollout"):
+            job.about_to()
+            job.process.send_signal(signal.SIGTERM)
+        job.ended("SIGTERM in the last step", 0, "came to its end")
+        self._same("stopped", "whole-2")
+
+    def sigterm_before_the_first_step(self) -> None:
+        job = Drilled(self.folder, "early", *TWO)
+        job.wait_for(lambda: job.has_note("progress"), "the warm start")
+        job.about_to()
+        job.process.send_signal(signal.SIGTERM)
+        job.ended("SIGTERM before the first step", 1)
+
+    def sigterm_ray(self) -> None:
+        finish(start(self.folder, "whole-ray", *TWO, *RAY))
+        for phase in ("rollout", "update", "save"):
+            self._leave("stopped-ray", phase, *TWO, *RAY)
+        finish(start(self.folder, "stopped-ray", *TWO, *RAY))
+        self._same("stopped-ray", "whole-ray")
+
+    def _leave(self, run: str, phase: str, *options: str) -> None:
+        job = Drilled(self.folder, run, *options)
+        before = job.steps()
+        job.await_steps(before + 1)
+        with job.caught_in(phase):
+            job.about_to()
+            members = [] if RAY[0] in options else job.family()  # Ray's own processes would end at once
+            for member in (psutil.Process(job.process.pid), *members):
+                member.send_signal(signal.SIGTERM)
+            job.wait_for(lambda: job.has_note(stopping.ASKED), "the question")
+        output = job.ended(f"SIGTERM in {phase}{', Ray' if RAY[0] in options else ''}", 99, " ")
+        step = int(re.search(r"SIGTERM: ending after step (\d+) of 12; run.resume=auto goes on from there", output)[1])
+        whole, broken_ones = find(job.run / "checkpoints")
+        assert whole[0].step == job.steps() == step and not broken_ones, (whole, step, broken_ones)
+        assert before == 0 or f"resumes after step {before} " in output, output
+        resumed = f"; it had resumed after step {before}" if before else ""
+        print(f"    step {step} came to its end and was saved{resumed}", flush=True)
+
+    def kill(self) -> None:
+        """SIGKILL to rank 0, beside which the driver lives, and to the middle one of three."""
+        finish(start(self.folder, "whole-3", *THREE))
+        for number, name in ((0, "rank 0"), (1, "the middle rank")):
+            self._kill_rank("killed", number, f"kill -9 of {name} of 3", *THREE)
+        finish(start(self.folder, "killed", *THREE))
+        self._same("killed", "whole-3")
+
+    def kill_ray(self) -> None:
+        """SIGKILL to a worker of Ray, and to the driver."""
+        options = (*TWO, "run.save_every=1", *RAY)
+        finish(start(self.folder, "whole-ray-1", *options))
+        self._kill_rank("killed-ray", 1, "kill -9 of a worker, Ray", *options)
+        job = Drilled(self.folder, "killed-ray", *options)
+        job.await_steps(job.steps() + 1)
+        job.about_to()
+        job.driver().kill()
+        job.ended("kill -9 of the driver, Ray", 1)
+        finish(start(self.folder, "killed-ray", *options))
+        self._same("killed-ray", "whole-ray-1")
+
+    def _kill_rank(self, run: str, number: int, what: str, *options: str) -> None:
+        job = Drilled(self.folder, run, *options)
+        job.await_steps(job.steps() + 2)
+        job.about_to()
+        job.rank(number).kill()
+        output = job.ended(what, 1)
+        assert re.search(r"hybridflow: error: rank \d on \S+ (was ended by SIGKILL|died in )", output), output[-3000:]
+
+    def hang(self) -> None:
+        """A rank that never comes back from a call; the others wait for it."""
+        stuck = "roles.actor.implementation=tests.drills.broken:StuckActor"
+        job = Drilled(self.folder, "hung", *TWO, "run.hang_minutes=1.5", stuck)
+        job.await_steps(1)
+        job.about_to()
+        output = job.ended("a rank is stuck in a call", 1)
+        assert "no progress for 1.5 minutes (run.hang_minutes) in phase update after 1 steps: all ranks reported" in output
+        stacks = {path.name: path.read_text() for path in (job.run / "hang").iterdir()}
+        assert sorted(stacks) == ["phase.txt", "rank-0.txt", "rank-1.txt"], sorted(stacks)
+        assert "sit_still" in stacks["rank-1.txt"] and "sit_still" not in stacks["rank-0.txt"]
+        print(f"    hang/: {', '.join(sorted(stacks))}; rank-1.txt names the line where it sits", flush=True)
+
+    def stop(self) -> None:
+        """SIGSTOP to a rank: nobody else notices."""
+        job = Drilled(self.folder, "hung-by-stop", *TWO, "run.hang_minutes=1.5")
+        job.await_steps(1)
+        job.about_to()
+        job.rank(1).suspend()
+        output = job.ended("SIGSTOP of a rank", 1)
+        assert "no progress for 1.5 minutes (run.hang_minutes) in phase " in output
+        print(f"    hang/: {', '.join(sorted(path.name for path in (job.run / 'hang').iterdir()))}", flush=True)
+
+    def hang_ray(self) -> None:
+        """The same on Ray."""
+        stuck = "roles.actor.implementation=tests.drills.broken:StuckActor"
+        job = Drilled(self.folder, "hung-ray", *TWO, *RAY, "run.hang_minutes=1.5", stuck)
+        job.await_steps(1)
+        job.about_to()
+        output = job.ended("a rank is stuck in a call, Ray", 1)
+        assert "no progress for 1.5 minutes (run.hang_minutes) in phase update after 1 steps" in output
+        print(f"    hang/: {', '.join(sorted(path.name for path in (job.run / 'hang').iterdir()))}", flush=True)
+
+    def stop_ray(self) -> None:
+        job = Drilled(self.folder, "hung-ray-by-stop", *TWO, *RAY)
+        job.await_steps(1)
+        job.about_to()
+        job.rank(1).suspend()
+        assert "gave no sign of life for 30 s" in job.ended("SIGSTOP of a rank, Ray", 1)
+
+    def nan(self) -> None:
+        """In the gradient of one rank: one update is skipped; three in a row end the run, and the batch of the last is kept."""
+        poisoned = "roles.actor.implementation=tests.drills.broken:PoisonedActor"
+        job = Drilled(self.folder, "poisoned", *TWO, "run.save_every=1", "run.max_skipped=3", poisoned)
+        job.await_steps(1)
+        job.about_to()
+        output = job.ended("NaN in a gradient", 1)
+        assert output.count("warning: update of the actor skipped, its gradient's norm is nan: nothing was changed") == 4
+        skipped = [row["actor/skipped"] for row in rows(job.run / "metrics.jsonl")]
+        assert skipped == [0, 0.5, 0, 1], skipped
+        batch = load_batch(job.run / "skipped" / "step-5-actor.safetensors")
+        assert len(batch) == 8 and {"tokens", "loss_mask", "log_probs", "advantages"} <= set(batch.names), batch.names
+        print(
+            f"    skipped of each step's updates: {skipped}; kept: {len(batch)} samples, {', '.join(batch.names)}", flush=True
+        )
+        assert "resumes after step 4 " in finish(start(self.folder, "poisoned", *TWO))
+        print("    without the fault it resumed after step 4 and came to its end", flush=True)
+
+    def full_disk(self) -> None:
+        checkpoints.full_disk(self.folder)
+
+    def kills(self) -> None:
+        """At ten random moments, some of them in a save."""
+        checkpoints.kills(self.folder, 10, 0)
+
+    def _same(self, run: str, whole: str) -> None:
+        assert_same_run(self.folder / run, self.folder / whole)
+        print("    in the end: metrics, samples and weights of a run that was left alone", flush=True)
+
+
+def main() -> int:
+    names = {name.replace("_", "-"): name for name, method in vars(Drills).items() if name[0] != "_" and callable(method)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    asked = parser.parse_args().names or list(names)
+    unknown = [name for name in asked if name not in names]
+    if unknown:
+        parser.error(f"there is no drill {', '.join(unknown)}: use some of {', '.join(names)}")
+    for name in asked:
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="hybridflow-drill-") as folder:
+            make_tiny_model(Path(folder) / "tiny")
+            try:
+                getattr(Drills(Path(folder)), names[name])()
+            finally:
+                for process in _STARTED:
+                    process.kill()  # what it started ends with it
+        print(f"{name}: passed, {time.monotonic() - begun:.0f} s in all", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
