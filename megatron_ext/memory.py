@@ -144,6 +144,12 @@ class TrainingMemory:
         """What was let go of, and whatever else torch keeps for later, goes to the device: others can have it."""
         torch.cuda.empty_cache()
 
+    def make_free(self, nbytes: int) -> None:
+        """`hand_over` where less than `nbytes` of the device's memory is free: activations of an update that torch keeps for
+        the next one cost nothing there, but are no use to an engine."""
+        if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < nbytes:
+            self.hand_over()
+
     def restore(self) -> None:
         """Everything that is away comes back, bit for bit, gradients as zeros. Collective where weights were dropped."""
         self._states.give_back()

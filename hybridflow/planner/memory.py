@@ -106,7 +106,7 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
         models: of the Megatron roles, by name.
     """
     kept = {rank: _kept(config, models, rank) for rank in _representatives(config)}
-    sizes = engine_weights(config, models["actor"]), _awake(config, models["actor"], total)
+    sizes = engine_weights(config, models["actor"]), awake_engine(config, models["actor"], total)
     engines = {rank: sizes for rank in kept if rank in config.ranks("rollout")}
     trained = config.trained_roles()
     may = {
@@ -151,7 +151,7 @@ def check_fits(config: Config, models: Mapping[str, HFConfig], plan: MemoryPlan,
     if plan.total is None:
         return
     share, engine = config.roles.rollout.gpu_memory_utilization, engine_weights(config, models["actor"])
-    if engine > _awake(config, models["actor"], plan.total):
+    if engine > awake_engine(config, models["actor"], plan.total):
         raise ConfigError(
             f"roles.rollout.gpu_memory_utilization={share} of {_gib(plan.total)} GiB is {_gib(share * plan.total)} GiB, less"
             f" than vLLM's weights of {_gib(engine)} GiB: raise it, or roles.rollout.tp={config.roles.rollout.tp}"
@@ -197,8 +197,8 @@ def _whole(config: Config, name: str) -> Footprint:
     return Footprint(elements * ITEMSIZE[config.dtype(name)])
 
 
-def _awake(config: Config, hf: HFConfig, total: int | None) -> int:
-    """Bytes that the awake engine takes: its share of the GPU, or what `engine_args` say instead."""
+def awake_engine(config: Config, hf: HFConfig, total: int | None) -> int:
+    """Bytes that the awake engine takes on a GPU of `total`: its share of it, or what `engine_args` say instead."""
     arguments, engine = config.roles.rollout.engine_args, engine_weights(config, hf)
     if arguments.get("kv_cache_memory_bytes"):
         return engine + int(arguments["kv_cache_memory_bytes"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config, TrainedConfig
 from hybridflow.controller.protocols import ONE_TO_ALL, remote
-from hybridflow.planner.memory import memory_plan
+from hybridflow.planner.memory import awake_engine, engine_weights, memory_plan
 from hybridflow.roles.megatron import MegatronRole
 from megatron_ext import device, step
 from megatron_ext.export import export_hf
@@ -33,8 +33,14 @@ class TrainedRole(MegatronRole):
             self.wrapped = wrap(self.chunks, self.transformer_config, self.role.overlap_grad_reduce)
         self._memory = TrainingMemory(self.wrapped)
         models = {role: config.read_model(role) for role in config.megatron_roles()}
-        self._release = memory_plan(config, models, _smallest_device(self.state.group)).releases[name]
+        total = _smallest_device(self.state.group)
+        self._release = memory_plan(config, models, total).releases[name]
         self._hands_over = bool(self.role.offload) or self._release.gradients
+        # what the engine takes on this rank, and what of it comes after the weights
+        self._engine = self._kv_cache = 0
+        if config.ranks(name)[self.state.rank] in config.ranks("rollout"):
+            self._engine = awake_engine(config, models["actor"], total)
+            self._kv_cache = self._engine - engine_weights(config, models["actor"])
 
     @remote(ONE_TO_ALL)
     def start_training(self, settings: OptimizerSettings) -> None:
@@ -63,8 +69,7 @@ class TrainedRole(MegatronRole):
             self._memory.release_gradients()
         if "optimizer" in self.role.offload and self.optimizer:
             self._memory.offload_optimizer(self.optimizer)
-        if self._hands_over:
-            self._memory.hand_over()
+        self._leave_room(self._engine)
 
     @remote(ONE_TO_ALL)
     def release_weights(self) -> None:
@@ -75,8 +80,15 @@ class TrainedRole(MegatronRole):
             self._memory.offload_weights()
         elif self._release.weights and self.optimizer:
             self._memory.drop_weights(self.optimizer)
+        self._leave_room(self._kv_cache)
+
+    def _leave_room(self, nbytes: int) -> None:
+        """For what the engine is about to allocate. Without the need torch keeps its cache, which it would have to fill anew in
+        every step."""
         if self._hands_over:
             self._memory.hand_over()
+        else:
+            self._memory.make_free(nbytes)
 
     @remote(ONE_TO_ALL)
     def restore(self) -> None:

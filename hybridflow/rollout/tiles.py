@@ -54,6 +54,7 @@ def check_tp(hf: HFConfig, tp: int, expert_parallel: bool = False) -> None:
     if tp < 1 or not _splits(hf, tp, sizes):
         usable = [size for size in range(1, hf.num_heads + 1) if _splits(hf, size, sizes)]
         given = {"num_attention_heads": hf.num_heads, "num_key_value_heads": hf.num_kv_heads} | sizes
+        given |= {"num_experts": hf.num_experts} if hf.family == "qwen3_moe" else {}
         raise ValueError(
             f"roles.rollout.tp={tp} cannot split this model ({', '.join(f'{name}={size}' for name, size in given.items())}): "
             f"use one of {', '.join(map(str, usable))}"
@@ -73,7 +74,8 @@ def _split_evenly(hf: HFConfig, expert_parallel: bool) -> dict[str, int]:
 
 def _splits(hf: HFConfig, tp: int, sizes: dict[str, int]) -> bool:
     even = all(size % tp == 0 for size in (hf.num_heads, *sizes.values()))
-    return even and (hf.num_kv_heads % tp == 0 or tp % hf.num_kv_heads == 0)
+    few_experts = hf.family == "qwen3_moe" and tp > hf.num_experts  # vLLM's Qwen3-MoE refuses it, its Mixtral does not
+    return even and not few_experts and (hf.num_kv_heads % tp == 0 or tp % hf.num_kv_heads == 0)
 
 
 def _padded_vocabulary(hf: HFConfig) -> int:

@@ -25,7 +25,7 @@ RESPONSE = 3  # tokens
 class Answered:
     """A call's answer, which is waited for by `result`; that is written down among the calls as the wait for `name`."""
 
-    seconds = 0.25
+    seconds = 250.0
 
     def __init__(self, value, wait: Callable[[], None] = lambda: None):
         self._value, self._wait = value, wait

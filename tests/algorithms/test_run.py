@@ -124,7 +124,7 @@ def test_what_does_not_depend_on_each_other_is_started_before_any_of_it_is_waite
     seconds = run.recorder.seconds()
     assert seconds["reward"] >= 0.05  # ... and their time is their own
     # a role's is what its ranks were at, not what the driver waited for
-    assert all(0.25 <= seconds[phase] < 0.3 for phase in ("reference", "log_probs", "values"))
+    assert all(250 <= seconds[phase] < 300 for phase in ("reference", "log_probs", "values"))
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])

@@ -79,8 +79,16 @@ def test_experts_of_an_engine_must_divide(tmp_path, experts, expert_parallel, si
     ]
     assert refused(tmp_path, experts, *overrides) == (
         f"roles.rollout.tp=5 cannot split this model (num_attention_heads=4, num_key_value_heads=2, {size},"
-        " padded vocab_size=128): use one of 1, 2" + (", 4" if expert_parallel == "false" else "")
+        f" padded vocab_size=128{', num_experts=6' * (expert_parallel == 'false')}): use one of 1, 2"
+        + (", 4" if expert_parallel == "false" else "")
     )
+
+
+def test_an_engine_of_more_ranks_than_experts(tmp_path, experts):
+    few = {"num_experts": 2, "num_experts_per_tok": 1}
+    model = write_model(tmp_path / "few", **json.loads((experts / "config.json").read_text()) | few)
+    found = refused(tmp_path, model, "roles={actor: {tp: 1, pp: 1}, rollout: {tp: 4}}")
+    assert found.startswith("roles.rollout.tp=4 cannot split") and found.endswith("num_experts=2): use one of 1, 2")
 
 
 def test_experts_split_by_etp_must_divide(tmp_path, experts):

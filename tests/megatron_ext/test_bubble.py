@@ -12,7 +12,7 @@ from megatron_ext.layout import Layout
 POINTS = 0.02  # of the span
 FORWARD, BACKWARD = 0.08, 0.12  # seconds: a transfer between two of four ranks on two cores takes about one hundredth of them
 # what else the machine does only ever makes a pass longer: the shortest of so many counts, fewer when one is as short as can be
-MOST_PASSES = 6
+MOST_PASSES = 10
 CASES = {
     "1f1b": Schedule(4, 6),
     "1f1b-forward-only": Schedule(4, 6, forward_only=True),
@@ -52,7 +52,7 @@ def measure(cases: dict) -> dict:
                 stage = SleepingStage(schedule, state.coordinates.pp, seconds)
                 least = bubble([simulate(schedule, seconds)]).span_s
                 elapsed, passes = torch.tensor(torch.inf), 0
-                while elapsed > 1.01 * least and passes < MOST_PASSES:
+                while elapsed > 1.015 * least and passes < MOST_PASSES:
                     torch.distributed.barrier()
                     started = time.perf_counter()
                     with meter.watch():
@@ -67,13 +67,13 @@ def measure(cases: dict) -> dict:
 @pytest.fixture(scope="module")
 def measured(worlds) -> list:
     started = time.time()
-    ranks = worlds(4).run(measure, CASES, timeout=200)
+    ranks = worlds(4).run(measure, CASES, timeout=500)
     every = (interval for rank in ranks for passes, _ in rank.values() for one in passes for interval in one)
     assert all(started < interval.start_s <= interval.end_s < time.time() for interval in every)
     return ranks
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(540)
 @pytest.mark.parametrize(("case", "seconds"), RUNS)
 def test_within_two_points_of_the_exact_value(measured: list, case: str, seconds):
     schedule = CASES[case]
@@ -85,7 +85,7 @@ def test_within_two_points_of_the_exact_value(measured: list, case: str, seconds
         assert found.mean == pytest.approx(schedule.bubble_of_step, abs=POINTS)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(540)
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_is_there_once_and_in_the_schedules_order(measured: list, case: str):
     schedule = CASES[case]

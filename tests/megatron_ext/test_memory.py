@@ -123,6 +123,20 @@ def test_what_rested_on_the_host_comes_back(worlds, dtype: str, away: tuple[str,
         assert result["same"] == [True] * UPDATES
 
 
+def test_what_torch_keeps_is_handed_over_where_others_lack_it(monkeypatch):
+    from megatron_ext.memory import TrainingMemory
+
+    handed_over = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: handed_over.append(True))
+    memory = TrainingMemory([])
+    memory.make_free(100)
+    assert not handed_over
+    memory.make_free(101)
+    assert handed_over == [True]
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("away", [("weights rebuilt",), ("weights rebuilt", "optimizer"), ("weights copied", "optimizer")])

@@ -150,9 +150,9 @@ def test_every_part_of_every_expert_is_somewhere_and_names_are_unique(folders):
 def test_maps_of_a_large_model_for_1024_ranks_take_little_time():
     fields = json.loads((Path(__file__).parents[2] / "configs/models/qwen3_30b_a3b.json").read_text())
     layout = Layout(1024, tp=4, pp=4, ep=16)
-    started = time.monotonic()
+    started = time.process_time()
     maps = [tile_map(HFConfig.from_dict(fields), layout, rank, "te") for rank in range(1024)]
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     assert len({id(m) for m in maps}) == 4 * 16
     assert len(maps[0]) == 1 + 12 * (2 + 2 + 2 + 1 + 2 * 128 // 16)  # embedding; norms, qk norms, qkv and proj, router, experts
 

@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         if response == "slow":
             time.sleep(0.2)
         if response == "hang":
-            time.sleep(1.5)
+            time.sleep(10)
         with server.lock:
             server.busy -= 1
         if response == "hang up":
@@ -96,7 +96,7 @@ def test_metadata_of_numpy_and_what_json_cannot_hold(server):
 
 @pytest.mark.timeout(60)
 def test_attempts_are_made_again(server):
-    scorer = HttpScorer(server.url, concurrency=8, timeout=0.5, retries=2)
+    scorer = HttpScorer(server.url, concurrency=8, timeout=2, retries=2)
     responses = ["busy once", "down once", "down", "hang", "hang up", "a"]
     scores = scorer.score([item(r, answer=r if "once" in r else "a") for r in responses])
     assert scores.rewards == [1, 1, 0, 0, 0, 1]
@@ -108,9 +108,8 @@ def test_attempts_are_made_again(server):
 
 @pytest.mark.timeout(60)
 def test_no_more_requests_at_a_time_than_asked_for(server):
-    start = time.monotonic()
     HttpScorer(server.url, concurrency=3, timeout=10, retries=0).score([item("slow")] * 9)
-    assert server.busiest == 3 and 0.6 <= time.monotonic() - start < 3
+    assert server.busiest == 3 and len(server.asked) == 9
 
 
 @pytest.mark.timeout(60)

@@ -20,7 +20,10 @@ def score(prompt, response, answer, metadata):
         case "crash": os._exit(3)
         case "none": return None
         case "nan": return float("nan")
-        case "slow": time.sleep(metadata["seconds"])
+        case "meet":  # waits for as many others as the answer says
+            open(f"{metadata['folder']}/{os.getpid()}", "w").close()
+            while len(os.listdir(metadata["folder"])) < int(answer): time.sleep(0.01)
+            return os.getpid()
         case "pid": return os.getpid()
     return float(response == answer)
 """
@@ -54,13 +57,13 @@ def test_order_failures_and_workers_that_are_replaced(spec):
 
 
 @pytest.mark.timeout(120)
-def test_items_run_side_by_side_and_close_ends_the_processes(spec):
-    with ScorerPool(spec, concurrency=4, timeout=30) as pool:
-        start = time.monotonic()
-        pool.score([item("slow", seconds=1.0)] * 4)
-        assert time.monotonic() - start < 3.0
-        pids = {int(pid) for pid in pool.score([item("pid")] * 8 + [item("slow", seconds=0.2)] * 4).rewards if pid > 1}
-    assert pids and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+def test_items_run_side_by_side_and_close_ends_the_processes(spec, tmp_path):
+    (tmp_path / "met").mkdir()
+    with ScorerPool(spec, concurrency=4, timeout=60) as pool:
+        scores = pool.score([item("meet", answer="4", folder=str(tmp_path / "met"))] * 4)
+    assert scores.timed_out == 0
+    pids = {int(pid) for pid in scores.rewards}
+    assert len(pids) == 4 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 @pytest.mark.timeout(120)

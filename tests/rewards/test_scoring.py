@@ -74,7 +74,7 @@ def test_a_model_that_scores_no_number():
     role = FakeRole("reward", [], {"scores": lambda found: Batch({"scores": torch.tensor([1.0, float("nan")])})})
     found = ModelScorer(role).start([[1], [2]], thread=None)()
     assert found.rewards == [1, 0] and found.unscored == {1} and found.first_failure == "the model scores nan"
-    assert found.seconds == 0.25
+    assert found.seconds == 250
     assert ModelScorer(role).start([], thread=None)().rewards == []
 
 
