@@ -8,7 +8,7 @@
 #   reshard   plain tensors as the destination: 7.6B, 32B and 30B-A3B shapes                       3 x 2 min
 #   engine    7.6B into vLLM engines, 20 cycles of sleep and wake: the baseline `reload_weights`   3 min
 #   bubble    the 32-layer Llama shape, PP = ranks, 1F1B and interleaved v = 2, 4, m = p, 2p, 4p   6 min
-#   step      whole RL steps: the planner's first choice and two layouts picked by hand            2 x 8 min
+#   step      whole RL steps: the planner's first choice and two layouts picked by hand            7.6B 3 x 4 min, 32B 3 x 5 min
 #   learning  GRPO on SmolLM2 with DP = ranks, held against the curves of one GPU                  4 min; models/smollm2 must be there
 # --only takes the jobs whose names match, so that each fits a lease of a few minutes; --list prints them. PYTHON names the Python.
 set -uo pipefail
@@ -41,7 +41,7 @@ source benchmarks/jobs.sh
 shapes=configs/models
 seven_b=$shapes/qwen2_7b.json thirty_two_b=$shapes/qwen2_32b.json moe=$shapes/qwen3_30b_a3b.json llama=$shapes/llama3_8b.json
 bucket=1024 repeat=10 cycles=20 sequences=$((8 * ranks > 32 ? 8 * ranks : 32)) length=2048 passes=5 rounds=10 limit=600
-work=(--prompts 16 --samples 8 --prompt-tokens 255 --response-tokens 512 --steps 12) here=() kv=() learn=()
+work=(--prompts 16 --samples 8 --prompt-tokens 255 --response-tokens 512) here=() kv=() learn=()
 if [[ -n $DRY_RUN ]]; then
   seven_b=$shapes/tiny_wide.json thirty_two_b=$seven_b moe=$shapes/tiny_moe.json llama=$seven_b
   bucket=1 repeat=1 cycles=2 sequences=$((4 * ranks)) length=8 passes=1 rounds=1 limit=1500
@@ -79,18 +79,30 @@ bubble() {
     --out "$OUT/bubble_meter.json"
 }
 
+one_step() { # name, model, layout and options: a job of its own for each layout, as each takes minutes
+  local name=$1 model=$2 layout=$3
+  shift 3
+  job "$name" $((2 * limit)) "$PYTHON" benchmarks/whole_step.py --ranks "$ranks" --model "$model" "$@" "${work[@]}" "${here[@]}" \
+    --layout "$layout" --out "$OUT/$name.json" "${kv[@]}"
+}
+
 step() { # 32B with its optimizer takes 18 bytes a parameter: 40 of its 64 layers are what four H200s hold
-  local half=$((ranks / 2)) dp=$((ranks / 4)) layers=64
+  local half=$((ranks / 2)) dp=$((ranks / 4)) sp=roles.actor.sequence_parallel=true layers=64 big=() size file files
   [[ $ranks == 4 ]] && layers=40
-  local whole=("$PYTHON" benchmarks/whole_step.py --ranks "$ranks")
-  job "step_7b" $((2 * limit)) "${whole[@]}" --model "$seven_b" "${work[@]}" "${here[@]}" --layout planner \
-    --layout "TP2 x DP$half to TP1: roles.actor.tp=2 roles.actor.sequence_parallel=true roles.rollout.tp=1" \
-    --layout "PP2 x DP$half to TP2: roles.actor.pp=2 roles.actor.split.by_cost=true roles.rollout.tp=2" \
-    --out "$OUT/step_7b.json" "${kv[@]}"
-  job "step_32b" $((2 * limit)) "${whole[@]}" --model "$thirty_two_b" --layers "$layers" "${work[@]}" "${here[@]}" --layout planner \
-    --layout "TP4 x DP$dp to TP2: roles.actor.tp=4 roles.actor.sequence_parallel=true roles.rollout.tp=2" \
-    --layout "TP2 x PP2 x DP$dp to TP2: roles.actor.tp=2 roles.actor.pp=2 roles.actor.sequence_parallel=true roles.rollout.tp=2" \
-    --out "$OUT/step_32b.json" "${kv[@]}"
+  big=(--layers "$layers" --steps 7)
+  local room="roles.rollout.gpu_memory_utilization=0.4 roles.actor.micro_batch_tokens=4096"
+  one_step step_7b_planner "$seven_b" planner
+  one_step step_7b_tp2 "$seven_b" "TP2 x DP$half to TP1: roles.actor.tp=2 $sp roles.rollout.tp=1 $room"
+  one_step step_7b_pp2 "$seven_b" "PP2 x DP$half to TP2: roles.actor.pp=2 roles.actor.split.by_cost=true roles.rollout.tp=2 $room"
+  one_step step_32b_planner "$thirty_two_b" planner "${big[@]}"
+  one_step step_32b_tp4 "$thirty_two_b" "TP4 x DP$dp to TP2: roles.actor.tp=4 $sp roles.rollout.tp=2 $room" "${big[@]}"
+  one_step step_32b_tp2pp2 "$thirty_two_b" \
+    "TP2 x PP2 x DP$dp to TP2: roles.actor.tp=2 roles.actor.pp=2 $sp roles.rollout.tp=2 $room" "${big[@]}"
+  for size in 7b 32b; do # no GPU is needed for the comparison
+    files=()
+    for file in "$OUT/step_${size}_"*.json; do [[ -f $file ]] && files+=("$file"); done
+    [[ ${#files[@]} -gt 1 ]] && TAIL=40 job "step_$size" 120 "$PYTHON" benchmarks/whole_step.py --with "${files[@]}"
+  done
 }
 
 learning() {

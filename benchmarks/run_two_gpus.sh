@@ -13,14 +13,15 @@
 #   rollout     TP2 and TP1 against plain vLLM in the same run: 2 x 4 min
 #   unseen      another length, another model: what no calibration has seen: 3 x 100 s
 #   forecast    calibrated on TP2 alone, held against all the rest that is in --out: seconds, needs no GPU
-#   step        whole RL steps: the planner's first choice, TP2 to TP2, DP2 to TP1, with that calibration if it is there: 8 min
+#   step        whole RL steps: the planner's first choice, with that calibration if it is there, TP2 to TP2, PP2 to TP2, DP2 to
+#               TP1: 4 x 4 min
 # --only takes the jobs whose names match, so that each fits a lease of a few minutes; --list prints them. PYTHON names the Python.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${PYTHON:=$PWD/.venv/bin/python}"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 OUT='' DRY_RUN='' LIST='' ONLY='' every="bubble update tune rollout unseen forecast step" parts=''
-usage() { sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "${1:-2}"; }
+usage() { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "${1:-2}"; }
 while [[ $# -gt 0 ]]; do
   case $1 in
     --out) OUT=$2 && shift ;;
@@ -43,7 +44,7 @@ source benchmarks/jobs.sh
 shapes=configs/models
 qwen=$shapes/qwen2_7b.json llama=$shapes/llama3_8b.json
 sequences=32 length=2048 passes=5 rounds=10 tokens=4096 limit=420 timed=(--steps 10 --warmup 3)
-rolled=(--prompts 128 --prompt-tokens 512 --response-tokens 512) work=(--prompts 8 --samples 8 --steps 8) here=() kv=()
+rolled=(--prompts 128 --prompt-tokens 512 --response-tokens 512) work=(--prompts 8 --samples 8) here=() kv=()
 if [[ -n $DRY_RUN ]]; then
   qwen=$shapes/tiny_wide.json llama=$qwen
   sequences=16 length=8 passes=1 rounds=2 tokens=64 limit=900 timed=(--steps 2 --warmup 1 --prompt-tokens 8 --response-tokens 8)
@@ -132,11 +133,20 @@ forecast() { # calibrated on TP2 of one model; `tune` has runs that a forecast c
     --save "$OUT/calibration.json" --out "$OUT/forecast.json"
 }
 
+one_step() { # name, layout
+  job "$1" "$limit" "$PYTHON" benchmarks/whole_step.py --model "$qwen" --ranks 2 "${work[@]}" "${here[@]}" --layout "$2" \
+    --out "$OUT/$1.json" "${kv[@]}"
+}
+
 step() {
+  local room="roles.rollout.gpu_memory_utilization=0.4 roles.actor.micro_batch_tokens=4096" file files=()
   [[ -f $OUT/calibration.json ]] && here+=(--calibration "$OUT/calibration.json")
-  job step_7b "$((2 * limit))" "$PYTHON" benchmarks/whole_step.py --model "$qwen" --ranks 2 "${work[@]}" "${here[@]}" \
-    --layout planner --layout "TP2 to TP2: roles.actor.tp=2 roles.actor.sequence_parallel=true roles.rollout.tp=2" \
-    --layout "DP2 to TP1: roles.rollout.tp=1" --out "$OUT/step_7b.json" "${kv[@]}"
+  one_step step_planner planner
+  one_step step_tp2 "TP2 to TP2: roles.actor.tp=2 roles.actor.sequence_parallel=true roles.rollout.tp=2 $room"
+  one_step step_pp2 "PP2 to TP2: roles.actor.pp=2 roles.actor.split.by_cost=true roles.rollout.tp=2 $room"
+  one_step step_dp2 "DP2 to TP1: roles.rollout.tp=1 $room"
+  for file in "$OUT"/step_*.json; do [[ -f $file ]] && files+=("$file"); done
+  [[ ${#files[@]} -gt 1 ]] && TAIL=40 job step 120 "$PYTHON" benchmarks/whole_step.py --with "${files[@]}"
 }
 
 for part in $parts; do "$part"; done

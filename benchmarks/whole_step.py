@@ -7,7 +7,9 @@
 Each layout is a `hybridflow train` of its own, GRPO with two mini-batches a step, on the same prompts; `planner` is what
 `hybridflow plan` puts first for this job. Random weights hardly ever end a response, so that all are about `--response-tokens`
 long. `key=value` sets any key of a config in all of them. Seconds are medians over the steps behind `--warmup`. The forecast is
-the planner's for the same layout, with `--calibration` if one is given, on this machine's GPUs or those of `--gpu`.
+the planner's for the same layout, with `--calibration` if one is given, on this machine's GPUs or those of `--gpu`. `--with`
+has results of earlier runs take part in the last lines, which say how far the planner's choices are from the fastest; without
+`--layout` nothing is run.
 """
 
 import argparse
@@ -41,6 +43,9 @@ MOVES = ("wake", "reshard", "release", "sleep", "restore")  # what the planner c
 def main() -> int:
     arguments, overrides = parser().parse_known_args()
     results: list[dict[str, Any]] = []
+    for file in arguments.earlier:
+        results += json.loads(file.read_text())["results"]["layouts"]
+    print("\n".join(line for result in results for line in table(result)))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
@@ -52,7 +57,7 @@ def main() -> int:
             results.append(measure(arguments, layout, overrides, recipe, gpu, folder / f"run{number}"))
             print("\n".join(table(results[-1])), flush=True)
             if arguments.out:
-                options = {name: _text(value) for name, value in vars(arguments).items()}
+                options = {name: _text(value) for name, value in vars(arguments).items() if name != "earlier"}
                 record.write(arguments.out, {**options, "overrides": overrides, "recipe": RECIPE}, {"layouts": results})
     for line in choices(results):
         print(line)
@@ -61,10 +66,11 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--model", required=True, type=Path, metavar="FILE", help="a config.json in HF format")
+    result.add_argument("--model", type=Path, metavar="FILE", help="a config.json in HF format")
     result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
-    result.add_argument("--ranks", type=int, required=True)
-    result.add_argument("--layout", action="append", required=True, metavar="'NAME: key=value ...'", help="or planner")
+    result.add_argument("--ranks", type=int, default=0)
+    result.add_argument("--layout", action="append", default=[], metavar="'NAME: key=value ...'", help="or planner")
+    result.add_argument("--with", nargs="+", default=[], type=Path, dest="earlier", metavar="RESULTS.json")
     result.add_argument("--prompts", type=int, default=16)
     result.add_argument("--samples", type=int, default=8, help="of a prompt")
     result.add_argument("--mini-batches", type=int, default=2)
@@ -79,7 +85,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _inputs(arguments: argparse.Namespace, overrides: Sequence[str], folder: Path) -> tuple[GPU | None, Path]:
-    """What to forecast for, and the recipe beside its model, in `folder`. Raises ConfigError or ValueError."""
+    """What to forecast for, and the recipe beside its model, in `folder`; without a layout nothing of it is needed.
+
+    Raises:
+        ConfigError, ValueError: something is wrong with the options or a layout.
+    """
+    if not arguments.layout and arguments.earlier:
+        return None, folder
+    if not (arguments.layout and arguments.model and arguments.ranks > 0):
+        raise ValueError("--model FILE, --ranks N and at least one --layout are needed, or --with RESULTS.json alone")
     strangers = [word for word in overrides if "=" not in word or word.startswith("-")]
     if strangers:
         raise ValueError(f"unknown arguments {strangers}: config keys have the form key=value")

@@ -75,7 +75,7 @@ def test_every_part(tmp_path):
         (["--tokens", "30"], "--tokens=30 must be a multiple of 4"),
         (["roles.actor.pp=3"], "are fewer than roles.actor.tp=1 x pp=3 x cp=1 = 3"),
         (["--tokens", "64", "--longest", "24"], "--longest=24 must be even, and --tokens=64 a multiple of twice that"),
-        (["--tokens", "64", "roles.actor.micro_batch_tokens=128"], "roles.actor.micro_batch_tokens=128 is --tokens=64"),
+        (["--tokens", "1024", "roles.actor.micro_batch_tokens=2048"], "roles.actor.micro_batch_tokens=2048 is --tokens=1024"),
         (["nonsense"], "unknown arguments ['nonsense']"),
         (["roles.actor.ppp=2"], "did you mean roles.actor.pp?"),
     ],

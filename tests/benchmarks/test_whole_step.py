@@ -64,9 +64,22 @@ def test_the_table_and_the_choices():
     assert whole_step.choices(results[1:]) == []
 
 
+def test_earlier_results_are_compared_without_running_anything(tmp_path, monkeypatch, capsys):
+    files = []
+    for number, found in enumerate([result("planner", 2.0, 1.5), result("mine", 1.6, 1.4)]):
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps({"results": {"layouts": [found]}}))
+    monkeypatch.setattr("sys.argv", ["whole_step.py", "--with", *map(str, files)])
+    assert whole_step.main() == 0
+    out = capsys.readouterr().out
+    assert "mine (TP2 -> TP1): 1.600 s a step" in out
+    assert "the planner's layout: planner, +25.0% to the best, mine\n" in out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ([], "--model FILE, --ranks N and at least one --layout are needed"),
         (["--layout", "planner"], "--layout planner: this machine has no GPU that the planner knows"),
         (["--layout", "odd: roles.actor.tp=3"], "2 processes are fewer than roles.actor.tp=3"),
         (["--layout", "a: roles.actor.pp=2", "--prompt-tokens", "10"], "--prompt-tokens=10 must be a multiple of 3"),
