@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import re
 import signal
 import socket
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +160,6 @@ class Job:
     process: subprocess.Popen
     notes: Path
     folder: Path
-    before: set[str]  # what was in shared memory before it began
 
     def wait_for(self, phase: str, steps: int) -> None:
         """Until the driver has just entered the phase, after so many steps at least."""
@@ -189,6 +187,7 @@ class Job:
         """Kill a rank in a phase; the seconds until the job had ended, and its last line. Nothing of it is left."""
         self.wait_for(r"\w+", steps)
         family, rank = psutil.Process(self.process.pid).children(recursive=True), self.rank(victim)
+        shared = _shared_memory(family)
         self.wait_for(phase, steps)
         rank.kill()
         sent = time.monotonic()
@@ -198,8 +197,7 @@ class Job:
         left = living(family)
         left += [process for process in psutil.process_iter() if str(self.folder) in " ".join(_words(process))]
         assert not left, left
-        shared = set(os.listdir("/dev/shm")) - self.before
-        assert not shared or not (shared := shared - set(_held())), shared
+        assert not [path for path in shared if path.exists()], shared
         assert not list(self.folder.glob("hybridflow*"))  # the notes, and what Ray keeps
         return seconds, output.rstrip().rpartition("\n")[2]
 
@@ -209,10 +207,9 @@ def _started(model: Path, launcher: str, *overrides: str) -> Iterator[Job]:
     """A job with a folder for temporary files of its own. It is ended at the latest on leaving."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as own:  # a short name: Ray's sockets live below it
         config = write_recipe(Path(own) / "c.yaml", model, Path(own) / "run", ENDLESS)
-        before = set(os.listdir("/dev/shm"))
         process = start(config, f"cluster.launcher={launcher}", *overrides, TMPDIR=own)
         try:
-            yield Job(process, notes_of(process), Path(own), before)
+            yield Job(process, notes_of(process), Path(own))
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
@@ -261,16 +258,13 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-def _held() -> Iterator[str]:
-    """Names in shared memory that some process on this machine maps or has open: they are other jobs'."""
-    for process in psutil.process_iter():
-        try:
-            for mapping in process.memory_maps():
-                yield Path(mapping.path).name
-            for file in process.open_files():
-                yield Path(file.path).name
-        except psutil.Error:
-            continue
+def _shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """What they map of it, under names that others could open."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found |= {Path(mapping.path) for mapping in process.memory_maps() if mapping.path.startswith("/dev/shm/")}
+    return {path for path in found if path.exists()}
 
 
 def main() -> int:
