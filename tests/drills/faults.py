@@ -28,12 +28,12 @@ from hybridflow.controller import stopping
 from hybridflow.data.tiny_model import make_tiny_model
 from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
 from tests.drills import checkpoints
+from tests.drills.checkpoints import PATIENCE
 from tests.processes import living
 
-HANG = 5  # minutes of run.hang_minutes: a start without any progress takes as long on a machine with ten times its load
-PATIENCE = 1200  # seconds for anything, on a busy machine
+HANG = 6  # minutes of run.hang_minutes: a start without any progress takes as long on a machine with ten times its load
 MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
-TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=12", "run.save_every=3")
+TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=16", "run.save_every=3")
 THREE = ("cluster.ranks_per_node=3", "roles.actor.pp=3", "run.steps=8", "run.save_every=1")
 RAY = ("cluster.launcher=ray",)
 _STARTED: list[subprocess.Popen] = []  # by drills, to be ended where one of them fails
@@ -92,9 +92,10 @@ class Drilled:
     @contextmanager
     def caught_in(self, phase: str) -> Iterator[None]:
         """Within, the driver stands still in a phase of a step."""
+        self.wait_for(lambda: self.has_note(stopping.READY), "the first step")
         driver = self.driver()
         while driver.status() != psutil.STATUS_STOPPED:
-            self.wait_for(lambda: self.has_note(stopping.READY) and self._is_in(phase), phase, 0.001)
+            self.wait_for(lambda: self._is_in(phase), phase, 0.001)
             driver.suspend()
             self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
             if not self._is_in(phase):  # it has gone on meanwhile: in the next step
@@ -154,11 +155,11 @@ class Drills:
 
     def sigterm(self) -> None:
         """In each phase, to every process of the job, as Slurm does; each start goes on where the last one ended."""
-        finish(start(self.folder, "whole-2", *TWO))
+        finish(start(self.folder, "whole-2", *TWO), PATIENCE)
         for phase in PHASES:
             self._leave("stopped", phase, *TWO)
         job = Drilled(self.folder, "stopped", *TWO)
-        job.await_steps(11)
+        job.await_steps(15)
         with job.caught_in("rollout"):
             job.about_to()
             job.process.send_signal(signal.SIGTERM)
@@ -173,16 +174,15 @@ class Drills:
         job.ended("SIGTERM before the first step", 1)
 
     def sigterm_ray(self) -> None:
-        finish(start(self.folder, "whole-ray", *TWO, *RAY))
+        finish(start(self.folder, "whole-ray", *TWO, *RAY), PATIENCE)
         for phase in ("rollout", "update", "save"):
             self._leave("stopped-ray", phase, *TWO, *RAY)
-        finish(start(self.folder, "stopped-ray", *TWO, *RAY))
+        finish(start(self.folder, "stopped-ray", *TWO, *RAY), PATIENCE)
         self._same("stopped-ray", "whole-ray")
 
     def _leave(self, run: str, phase: str, *options: str) -> None:
         job = Drilled(self.folder, run, *options)
         before = job.steps()
-        job.await_steps(before + 1)
         with job.caught_in(phase):
             job.about_to()
             members = [] if RAY[0] in options else job.family()  # Ray's own processes would end at once
@@ -190,7 +190,7 @@ class Drills:
                 member.send_signal(signal.SIGTERM)
             job.wait_for(lambda: job.has_note(stopping.ASKED), "the question")
         output = job.ended(f"SIGTERM in {phase}{', Ray' if RAY[0] in options else ''}", 99, "ending after step")
-        step = int(re.search(r"SIGTERM: ending after step (\d+) of 12; run.resume=auto goes on from there", output)[1])
+        step = int(re.search(r"SIGTERM: ending after step (\d+) of 16; run.resume=auto goes on from there", output)[1])
         whole, broken_ones = find(job.run / "checkpoints")
         assert whole[0].step == job.steps() == step and not broken_ones, (whole, step, broken_ones)
         assert before == 0 or f"resumes after step {before} " in output, output
@@ -199,23 +199,23 @@ class Drills:
 
     def kill(self) -> None:
         """SIGKILL to rank 0, beside which the driver lives, and to the middle one of three."""
-        finish(start(self.folder, "whole-3", *THREE))
+        finish(start(self.folder, "whole-3", *THREE), PATIENCE)
         for number, name in ((0, "rank 0"), (1, "the middle rank")):
             self._kill_rank("killed", number, f"kill -9 of {name} of 3", *THREE)
-        finish(start(self.folder, "killed", *THREE))
+        finish(start(self.folder, "killed", *THREE), PATIENCE)
         self._same("killed", "whole-3")
 
     def kill_ray(self) -> None:
         """SIGKILL to a worker of Ray, and to the driver."""
         options = (*TWO, "run.save_every=1", *RAY)
-        finish(start(self.folder, "whole-ray-1", *options))
+        finish(start(self.folder, "whole-ray-1", *options), PATIENCE)
         self._kill_rank("killed-ray", 1, "kill -9 of a worker, Ray", *options)
         job = Drilled(self.folder, "killed-ray", *options)
         job.await_steps(job.steps() + 1)
         job.about_to()
         job.driver().kill()
         job.ended("kill -9 of the driver, Ray", 1)
-        finish(start(self.folder, "killed-ray", *options))
+        finish(start(self.folder, "killed-ray", *options), PATIENCE)
         self._same("killed-ray", "whole-ray-1")
 
     def _kill_rank(self, run: str, number: int, what: str, *options: str) -> None:
@@ -281,7 +281,7 @@ class Drills:
         print(
             f"    skipped of each step's updates: {skipped}; kept: {len(batch)} samples, {', '.join(batch.names)}", flush=True
         )
-        assert "resumes after step 4 " in finish(start(self.folder, "poisoned", *TWO))
+        assert "resumes after step 4 " in finish(start(self.folder, "poisoned", *TWO), PATIENCE)
         print("    without the fault it resumed after step 4 and came to its end", flush=True)
 
     def full_disk(self) -> None:
