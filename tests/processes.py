@@ -1,10 +1,24 @@
 """Processes that tests start, and that may end while they are asked."""
 
 import contextlib
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Sequence
 from subprocess import Popen
+from typing import Any
 
 import psutil
+
+
+def run(command: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess:
+    """`subprocess.run` with the output as text, and with an end of all its descendants, as torchrun's ranks, where it takes
+    too long."""
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            printed, said = process.communicate(timeout=timeout)
+        finally:
+            if process.poll() is None:
+                kill([*psutil.Process(process.pid).children(recursive=True), process])
+    return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -18,6 +18,7 @@ from hybridflow.config.load import load
 from hybridflow.config.schema import ConfigError
 from hybridflow.controller import rank_log
 from hybridflow.rendezvous import JOB, rendezvous
+from tests import processes
 from tests.config.folders import write_config, write_model
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,7 @@ def started(monkeypatch):
 
 def run(*arguments, timeout=60, **kwargs):
     command = [sys.executable, "-m", "hybridflow.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **kwargs)
+    return processes.run(command, timeout, cwd=ROOT, **kwargs)
 
 
 @pytest.mark.parametrize(

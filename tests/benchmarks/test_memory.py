@@ -1,11 +1,12 @@
 """benchmarks/memory.py on one CPU rank: a whole job of a random model."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,7 +16,7 @@ def test_weights_that_are_released(tmp_path):
     out = tmp_path / "memory.json"
     command = [sys.executable, "benchmarks/memory.py", "--model", "configs/models/tiny.json", "--variants", "released", "--out"]
     options = ["run.steps=3", "batch.prompts=4", "roles.rollout.gpu_memory_utilization=0.05"]
-    done = subprocess.run([*command, str(out), *options], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = run([*command, str(out), *options], timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(out.read_text())["results"]
     assert list(results) == ["released"]

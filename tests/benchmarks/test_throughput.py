@@ -12,6 +12,7 @@ from hybridflow.metrics.throughput import training_flops
 from hybridflow.planner.calibration import Calibration
 from hybridflow.planner.records import calibrate, read_runs
 from megatron_ext.hf_config import HFConfig
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny.json"
@@ -21,7 +22,7 @@ def run(*options: str, ranks: int, timeout: float) -> subprocess.CompletedProces
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "benchmarks/throughput.py"]
     command += ["--model", str(MODEL), *options]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}  # plain vLLM starts sooner so
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    return processes.run(command, timeout, cwd=ROOT, env=environment)
 
 
 @pytest.mark.timeout(300)

@@ -1,6 +1,5 @@
 """A job that makes no progress: its ranks' stacks, and which of them did not report."""
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from hybridflow.controller import faults, hang, ray
 from hybridflow.controller.hang import Watch
 from hybridflow.controller.ray_cluster import Seat
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -42,7 +42,7 @@ def test_a_hung_job_ends_with_the_stacks_of_all_ranks(tmp_path):
         sys.exit(supervise([sys.executable, "-c", {STARTS_THREE!r}], dict(os.environ), "the ranks", Job(watch=watch)))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run(command, timeout=100, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr == (
         "hybridflow: error: no progress for 0.15 minutes (run.hang_minutes) in phase update after 3 steps: rank 2 had been"

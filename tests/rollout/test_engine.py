@@ -4,7 +4,6 @@ The ranks keep one engine; tests that use the same one stand together.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from hybridflow.rollout.engine import Sampling
+from tests.processes import run
 from tests.rollout import models, scenarios
 
 PROMPTS = [[(i * 37 + j * 11) % models.VOCABULARY for j in range(5 + i)] for i in range(20)]  # more than max_num_seqs
@@ -185,7 +185,7 @@ def test_a_world_of_one_beside_another_job_on_the_host(world, folders, hf):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
     environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     arguments = [sys.executable, "-m", "tests.rollout.alone", folders["qwen2"]]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    done = run(arguments, TIMEOUT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [str(token) for token in models.greedy(hf["qwen2"], PROMPTS[4], 12)]
 
