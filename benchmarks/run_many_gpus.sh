@@ -109,7 +109,8 @@ learning() {
   if [[ -n $DRY_RUN && -z $LIST ]]; then
     "$PYTHON" -m hybridflow.cli tiny-model --to "$OUT/tiny" > /dev/null 2>&1
     learn=(model.path="$OUT/tiny" model.dtype=float32 data.system_prompt='""' 'data.prompt_template="{expression}="' run.steps=2)
-    learn+=(batch.prompts="$ranks" batch.samples_per_prompt=2 evaluation.problems=2 sampling.max_response_tokens=6)
+    learn+=(batch.prompts="$ranks" batch.samples_per_prompt=2 evaluation.problems=2 sampling.max_prompt_tokens=32)
+    learn+=(sampling.max_response_tokens=6)
     learn+=(roles.actor.micro_batch_tokens=512 roles.actor.forward_micro_batch_tokens=512 roles.rollout.engine_args.async_scheduling=false "${kv[@]}")
   fi
   job "learning_dp$ranks" "$limit" "$PYTHON" benchmarks/learning.py --config configs/smollm2_chain_sum.yaml --seeds 1 2 \
