@@ -263,7 +263,7 @@ def job(path, tmp_path):
             import sys
             from hybridflow import torchrun
             from hybridflow.config.load import load
-            config = load({str(path)!r}, ["cluster.ranks_per_node=2"])
+            config = load({str(path)!r}, ["cluster.ranks_per_node=2", "roles.actor.pp=1"])
             original = torchrun.command
             torchrun.command = lambda *a: [w.replace("hybridflow.train", "stand_in.train") for w in original(*a)]
             sys.exit(torchrun.launch(config, "cpu", "c.yaml", ["mark={tmp_path}"]))
