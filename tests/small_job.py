@@ -1,5 +1,6 @@
 """The small job of many tests: `hybridflow train` of a tiny model on sums of two digits, in a process of its own on a CPU."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -70,7 +71,7 @@ def finish(process: subprocess.Popen, timeout: float = TIMEOUT, status: int = 0)
     return output
 
 
-def notes_of(process: subprocess.Popen, timeout: float = 300) -> Path:
+def notes_of(process: subprocess.Popen, timeout: float = 900) -> Path:
     """Where the processes of a job on this machine note what they are at; waits until there are any."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -85,12 +86,14 @@ def notes_of(process: subprocess.Popen, timeout: float = 300) -> Path:
 
 def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:
     """The processes of a job's ranks by their numbers; on Ray, whose processes do not show them, in any order."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    actors = [member for member in family if member.name().startswith("ray::RankActor")]
-    if actors:
-        return dict(enumerate(actors))
-    ranks = [member for member in family if "hybridflow.train" in member.cmdline()]  # and not what they have started
-    return {int(member.environ()["RANK"]): member for member in ranks if "RANK" in member.environ()}
+    found: dict[int, psutil.Process] = {}
+    for member in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            if member.name().startswith("ray::RankActor"):
+                found[len(found)] = member
+            elif "hybridflow.train" in member.cmdline() and "RANK" in member.environ():  # and not what a rank has started
+                found[int(member.environ()["RANK"])] = member
+    return found
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ GPU_STACK = {
     "python": "3.12.4", "torch": "2.11.0", "megatron-core": "0.19.2", "vllm": "0.26.0", "transformers": "5.17.0",
     "omegaconf": "2.4.0", "tensordict": "0.15", "safetensors": "0.8", "rich": "15", "tensorboard": "2.21",
     "transformer-engine": "2.12.0", "flash-attn": "2.8", "ray": "2.60", "reasoning-gym": "0.1.25", "math-verify": "0.9",
-    "apex": "NVIDIA's",
+    "nvidia-ml-py": "13.0", "apex": "NVIDIA's",
 }  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def test_a_good_machine_has_nothing_to_be_said():
         ({"apex": check_env.WRONG_APEX}, "problems", "not NVIDIA's Apex but an unrelated one from PyPI: pip uninstall apex"),
         ({"megatron_core": None}, "problems", "not installed: megatron-core"),
         ({"ray": None}, "missing", "ray, for cluster.launcher=ray: pip install ray"),
+        ({"nvidia_ml_py": None}, "missing", "nvidia-ml-py, for GPU utilisation, power and traffic"),
         ({"transformer_engine": None}, "missing", "transformer-engine, for fast training"),
     ],
 )

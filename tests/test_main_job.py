@@ -191,8 +191,8 @@ def test_a_run_that_is_there_is_not_overwritten(jobs, model):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("launcher", "rank", "roles"), [("torchrun", "2", "rollout"), ("ray", "[012]", "(actor|rollout)")])
-def test_a_killed_rank_ends_the_job(model, tmp_path, launcher, rank, roles):
-    """Under torchrun one in another pool than the driver's."""
+def test_a_rollout_on_a_rank_of_its_own_and_a_rank_that_is_killed(model, tmp_path, launcher, rank, roles):
+    """Under torchrun the rollout's rank is killed, which is in another pool than the driver's."""
     options = [*QUICK, "run.steps=1000", "warm_start.steps=1", f"cluster.launcher={launcher}", "cluster.ranks_per_node=3"]
     options += ["roles.actor={ranks: [0, 1], pp: 1}", "roles.rollout={ranks: [2], tp: 1}"]
     process = start(model, tmp_path / "run", options)
@@ -212,6 +212,9 @@ def test_a_killed_rank_ends_the_job(model, tmp_path, launcher, rank, roles):
         assert re.match(rf"hybridflow: error: rank {rank} on \S+ {at}; its roles: {roles}(;|$)", last), last
         assert time.monotonic() - killed < 60
         assert living(family) == []
-        assert metrics.stat().st_size
+        first = json.loads(metrics.read_text().splitlines()[0])
+        assert first["reshard/verified"] is True and first["mismatch/log_prob_abs_max"] < 1e-3
+        assert "actor TP2 -> rollout one rank: resharding: " in output
+        assert "pool 1: rank 2: rollout" in (tmp_path / "run" / "placement.txt").read_text()
     finally:
         process.kill()

@@ -136,7 +136,8 @@ class ValueLoss:
         errors = (values - returns) ** 2
         sums = {"tokens": mask.sum(), "value": values.detach().sum()}
         if self.clip:
-            clipped = (old_values + (values - old_values).clamp(-self.clip, self.clip) - returns) ** 2
+            # between the bounds the very values: as V_old + (V - V_old) they would be rounded, and count as clipped
+            clipped = (values.clamp(old_values - self.clip, old_values + self.clip) - returns) ** 2
             sums["clip_fraction"] = (clipped > errors).sum()
             errors = torch.maximum(errors, clipped)
         return _reduce(errors / 2, mask, None, "token", sums)

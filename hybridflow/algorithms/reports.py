@@ -33,18 +33,39 @@ _PHASES = {
 }
 
 
+# The calls in which replicas, or engines, of a role do not wait for each other
+FORWARD = {
+    "rollout": "generate",
+    "actor": "log_probs",
+    "reference": "log_probs",
+    **dict.fromkeys(_CRITICS, "values"),
+    "reward": "scores",
+    "cost": "scores",
+}
+
+
+def phase_of(call: str) -> str:
+    """The phase of a step that a call, `role.method`, belongs to; one of your own is a phase by itself."""
+    return _PHASES.get(call, call)
+
+
 def by_phase(memory: dict[str, int]) -> dict[str, int]:
     """A rank's bytes in use by call, as the highest by phase of the step."""
     found: dict[str, int] = {}
     for call, size in memory.items():
-        phase = _PHASES.get(call, call)
+        phase = phase_of(call)
         found[phase] = max(found.get(phase, 0), size)
     return found
 
 
+def trains(one: Pass) -> bool:
+    """Whether a pass is an update's."""
+    return any(interval.kind == "backward" for rank in one for interval in rank)
+
+
 def bubbles(passes: list[Pass]) -> dict[str, float]:
     """pipeline/bubble_* of the passes that train: the mean stage and the one that idles most."""
-    training = [one for one in passes if any(interval.kind == "backward" for rank in one for interval in rank)]
+    training = [one for one in passes if trains(one)]
     if not training:
         return {}
     idle = bubble(training)

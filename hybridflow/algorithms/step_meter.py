@@ -30,7 +30,7 @@ class StepMeter:
 
     def __init__(self, config: Config, roles: Mapping[str, RoleHandle], recorder: Recorder):
         self._scores, self._recorder, self._courier = config.scores(), recorder, roles["worker"].courier
-        self._ranks = RankMeter(roles["worker"], recorder)
+        self._ranks = RankMeter(roles, recorder)
         self.metrics: Metrics = {}
         self.canary = Canary((config.dtype("actor"), config.dtype("rollout")), config.sampling.temperature)
         self.profile = Profile(roles, recorder) if config.run.profile else None
@@ -58,10 +58,10 @@ class StepMeter:
             for name in updates[0]:
                 self.metrics[f"{role}/{name}"] = sum(update[name] for update in updates) / len(updates)
         metrics = {"step": step, **self.metrics, "driver/bytes_sent": self._courier.bytes - self._bytes_before}
-        metrics |= self._ranks.finish_step()
         metrics |= self._throughput.finish(self._recorder.seconds())
         if self.profile:
             metrics |= self.profile.finish_step(step)
+        metrics |= self._ranks.finish_step(self.profile.passes if self.profile else {})
         return metrics
 
     # --- what the verbs found

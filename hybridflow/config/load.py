@@ -66,7 +66,7 @@ def save(config: Config, path: str | Path) -> None:
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:
     """The values of nested sections by their keys, such as roles.actor.tp; an empty section is a value."""
-    if isinstance(values, dict) and values:
+    if isinstance(values, dict) and (values or not path):
         return {k: v for key, value in values.items() for k, v in flat(value, f"{path}.{key}" if path else str(key)).items()}
     return {path: values}
 

@@ -13,13 +13,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = "HYBRIDFLOW_FAULTS"  # in the ranks' environment; not set where the user started torchrun
 DRIVER = -1  # for a rank: the driver, where it is a process of its own
 _EXITS = "exits-*.json"  # one for each node
+LAST_WORDS: list[Callable[[], None]] = []  # what there is to be said elsewhere before a fault ends this process at once
 # How the loss of a peer looks from here: gloo raises RuntimeError and nothing else, NCCL and the store errors of their own.
 _LOST = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe")
 _LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -81,6 +82,13 @@ def report(fault: Fault) -> None:
     """Print the fault, and note it for `cause`."""
     _note(fault)
     print(fault.text, file=sys.stderr, flush=True)
+
+
+def say_last_words() -> None:
+    """All of `LAST_WORDS`; the fault itself has been reported, and a further one would hide it."""
+    for say in list(LAST_WORDS):
+        with contextlib.suppress(Exception):
+            say()
 
 
 def _note(fault: Fault) -> None:

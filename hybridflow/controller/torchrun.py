@@ -182,6 +182,7 @@ def faults_end_rank(rank: int, where: Callable[[], str]) -> Iterator[None]:
 def end_rank(rank: int, where: str, error: Exception) -> NoReturn:
     """Report the fault and leave at once: peers may hang in a collective with this rank, and so would an orderly shutdown."""
     faults.report(faults.describe(rank, where, error))
+    faults.say_last_words()
     sys.stdout.flush()
     os._exit(1)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.metrics.console import duration
+from hybridflow.metrics.stragglers import often_slow
 
 FIRST, LAST = 3, 10  # steps over which the first and the last reward are averaged
 PEAKS = 5  # phases whose memory is shown
@@ -56,6 +57,7 @@ def summarize(history: History, folder: Path, now: float, error: BaseException |
         **_learned(history),
         **_times(history),
         "memory_peak_bytes": _peaks(history),
+        "stragglers": often_slow(history.steps),
     }
     how = f"stopped by {values['stopped_by']}" if error is not None else "finished"
     lines = [f"{how} after {values['steps']} steps in {duration(values['seconds'])}"]
@@ -114,4 +116,5 @@ def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
     if values["memory_peak_bytes"]:
         highest = sorted(values["memory_peak_bytes"].items(), key=lambda item: -item[1])[:PEAKS]
         memory = "peak " + ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in highest)
-    return [("reward", reward), ("accuracy", accuracy), ("time", time), ("memory", memory)]
+    facts = {"reward": reward, "accuracy": accuracy, "time": time, "memory": memory, "often slow": values["stragglers"]}
+    return list(facts.items())

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from hybridflow.config.load import flat
 from hybridflow.config.schema import Config
+from hybridflow.controller import faults
 from hybridflow.controller.waiting import waiting
 
 CLOSE_SECONDS = 60.0  # for what is left to be sent at the end of a run ...
@@ -172,6 +173,7 @@ class Trackers:
             known_as = note.read_text().strip() if note.exists() else ""
             about = About(own, known_as, config.run.project, config.run.name or folder.resolve().name, _shown(config))
             self._feeds.append(Feed(name, about, note))
+        faults.LAST_WORDS.append(self._after_a_fault)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for feed in self._working():
@@ -181,6 +183,8 @@ class Trackers:
         """End with the run's status, once what is left has been sent, or time is up."""
         seconds = CLOSE_AFTER_A_FAULT_SECONDS if failed else CLOSE_SECONDS
         until = time.monotonic() + seconds
+        if self._after_a_fault in faults.LAST_WORDS:
+            faults.LAST_WORDS.remove(self._after_a_fault)
         closing = self._working()
         for feed in closing:
             feed.close(failed)
@@ -190,6 +194,11 @@ class Trackers:
             if not ended:
                 self._line(f"warning: {feed.name} did not take all metrics within {seconds:.0f} s: what it lacks is here only")
         self._working()
+        self._feeds = []
+
+    def _after_a_fault(self) -> None:
+        """Where a fault ends the process without a way through `close`."""
+        self.close(failed=True)
 
     def _working(self) -> list[Feed]:
         """Those that have not failed; of one that has by now, say so."""

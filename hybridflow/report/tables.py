@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hybridflow.config.load import flat
 from hybridflow.config.schema import Config
 from hybridflow.metrics.console import duration
 from hybridflow.metrics.summary import FIRST, LAST
@@ -30,7 +31,7 @@ class Fact:
 
 def origin(run: RunRecord) -> list[str]:
     """How the run ended, when and where it ran, and what it is, as far as it is known."""
-    versions, config = run.versions, _flat(run.config)
+    versions, config = run.versions, flat(run.config)
     commit = versions.get("commit")
     started = str(versions.get("started") or "")[:16].replace("T", " ")
     known = [f"started {started} UTC" if started else None, _hardware(versions)]
@@ -255,24 +256,14 @@ def _clip(value: Any) -> str:
 
 def config_rows(runs: Sequence[RunRecord]) -> list[Row]:
     """Of one run the keys that are not at their default, with it; of two those that differ."""
-    flat = [_flat(run.config) for run in runs]
+    configs = [flat(run.config) for run in runs]
     if len(runs) == 1:
-        flat.append(_flat(OmegaConf.to_container(OmegaConf.structured(Config))))
-    keys = dict.fromkeys(key for one in flat for key in one)
-    chosen = [key for key in keys if flat[0].get(key, ABSENT) != flat[1].get(key, ABSENT)]
+        configs.append(flat(OmegaConf.to_container(OmegaConf.structured(Config))))
+    keys = dict.fromkeys(key for one in configs for key in one)
+    chosen = [key for key in keys if configs[0].get(key, ABSENT) != configs[1].get(key, ABSENT)]
     if len(runs) == 1:
-        chosen = [key for key in chosen if key in flat[0]]
-    return [Row(key, [[_value(one.get(key, ABSENT))] for one in flat]) for key in chosen]
-
-
-def _flat(section: dict[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            found |= _flat(value, f"{above}{key}.")
-        else:
-            found[f"{above}{key}"] = value
-    return found
+        chosen = [key for key in chosen if key in configs[0]]
+    return [Row(key, [[_value(one.get(key, ABSENT))] for one in configs]) for key in chosen]
 
 
 def _value(value: Any) -> str:

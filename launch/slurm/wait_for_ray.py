@@ -20,10 +20,10 @@ def main() -> int:
     parser.add_argument("--gpus", type=float, default=0)
     parser.add_argument("--minutes", type=float, default=10)
     wanted = parser.parse_args()
-    ray.init(address=wanted.address, logging_level="ERROR", log_to_driver=False)
     deadline = time.monotonic() + 60 * wanted.minutes
     goal = f"{wanted.nodes} nodes, {wanted.cpus:g} CPUs, {wanted.gpus:g} GPUs"
     with waiting(f"Ray at {wanted.address} to have {goal}"):
+        join(wanted.address, deadline)
         while True:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             cpus, gpus = (sum(node.get(kind, 0) for node in alive) for kind in ("CPU", "GPU"))
@@ -33,6 +33,22 @@ def main() -> int:
             if time.monotonic() > deadline:
                 print(f"Ray has {len(alive)} nodes, {cpus:g} CPUs, {gpus:g} GPUs, not {goal}: see its output", file=sys.stderr)
                 return 1
+            time.sleep(0.5)
+
+
+def join(address: str, deadline: float) -> None:
+    """The head's port answers before the head itself has registered, on a busy machine by a minute.
+
+    Raises:
+        ConnectionError: Ray's own, of the last attempt.
+    """
+    while True:
+        try:
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+            return
+        except ConnectionError:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.5)
 
 

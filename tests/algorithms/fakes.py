@@ -16,6 +16,7 @@ from hybridflow.metrics.nvml import Place
 from hybridflow.metrics.recorder import Recorder
 from hybridflow.rewards.pool import Scores
 from hybridflow.rewards.scoring import Scoring, Term
+from megatron_ext.layout import Layout
 from tests.config.folders import write_config, write_model
 
 RESPONSE = 3  # tokens
@@ -40,7 +41,7 @@ class FakeRole:
     def __init__(self, name: str, calls: list, answers: dict[str, Callable]):
         self._name, self._calls, self._answers = name, calls, answers
         self.waits: list | None = None
-        self.courier, self.ranks = Courier(), (0,)
+        self.courier, self.ranks, self.layout = Courier(), (0,), Layout(1)
 
     def __getattr__(self, method: str):
         def call(*args, **kwargs):

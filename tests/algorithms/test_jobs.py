@@ -12,16 +12,26 @@ from hybridflow.data.tiny_model import make_tiny_model
 from tests.roles import jobs
 
 TIMEOUT = 400
-# The quickstart with everything on one rank; the algorithm starts where the warm start has just taught it to write sums.
+# The quickstart with everything on one rank.
 SMALL = [
-    *("cluster.ranks_per_node=1", "roles.actor.tp=1", "roles.actor.pp=1", "roles.rollout.tp=1", "warm_start.steps=150"),
-    *("warm_start.optimizer.decay_steps=140", "run.steps=30", "roles.actor.sequence_parallel=false"),
+    "cluster={ranks_per_node: 1, device: cpu}",
+    "roles.actor={tp: 1, pp: 1, sequence_parallel: false}",
+    "roles.rollout.tp=1",
 ]
-FOUR_EACH = ["batch.samples_per_prompt=4", "batch.prompts=64", "batch.mini_batches=1"]
+# Its warm start, shorter, and a step: two algorithms start where a model has just been taught to write sums.
+TEACH = [
+    "warm_start.steps=150",
+    "warm_start.optimizer.decay_steps=140",
+    "batch.prompts=2",
+    "run.steps=1",
+    "evaluation.problems=0",
+]
+FOUR_EACH = ["batch.samples_per_prompt=4", "batch.prompts=64", "batch.mini_batches=1", "evaluation.problems=0"]
+LEARN = [*FOUR_EACH, "warm_start.steps=0", "run.steps=30"]
 CRITIC = "micro_batch_tokens: 2048, forward_micro_batch_tokens: 4096, optimizer: {lr: 3.0e-4}"
 JOBS = {
-    "remax": ["algorithm.name=remax", *FOUR_EACH],
-    "ppo": ["algorithm.name=ppo", f"roles.critic={{{CRITIC}}}", *FOUR_EACH],
+    "remax": ["algorithm.name=remax"],
+    "ppo": ["algorithm.name=ppo", f"roles.critic={{{CRITIC}}}"],
 }
 # More digits are better, but no more than one response in ten may have a plus; after the warm start six in ten do, and those
 # have more digits than the others.
@@ -38,17 +48,24 @@ SAFE = [
     f"algorithm={{name: safe_rlhf, cost_limit: {LIMIT}, lambda_init: 0.5, lambda_lr: 0.2}}",
     "roles.actor.optimizer={lr: 4.0e-4, warmup_steps: 2, schedule: constant}",
     "roles.critic={micro_batch_tokens: 2048, forward_micro_batch_tokens: 4096, optimizer: {lr: 1.0e-3}}",
-    *("warm_start.steps=80", "warm_start.optimizer.decay_steps=78", "sampling.temperature=1.0", "evaluation.problems=0"),
-    "run.steps=20",
+    *("warm_start.steps=80", "warm_start.optimizer.decay_steps=78", "sampling.temperature=1.0", "run.steps=20"),
 ]
 
 
-@pytest.mark.timeout(TIMEOUT + 20)
+@pytest.fixture(scope="module")
+def taught(worlds, tmp_path_factory) -> Path:
+    """A model's folder."""
+    folder = tmp_path_factory.mktemp("taught")
+    train(worlds, make_tiny_model(folder / "tiny"), folder / "run", *TEACH)
+    return folder / "run" / "hf"
+
+
+@pytest.mark.timeout(2 * TIMEOUT)
 @pytest.mark.parametrize("name", JOBS)
-def test_the_reward_rises(worlds, tmp_path, name):
-    steps = train(worlds, tmp_path, *SMALL, *JOBS[name])
+def test_the_reward_rises(worlds, taught, tmp_path, name):
+    steps = train(worlds, taught, tmp_path / "run", *LEARN, *JOBS[name])
     rewards = [step["reward/mean"] for step in steps]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2, rewards
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.12, rewards
     assert all(step["reshard/verified"] in (True, None) for step in steps)
     # what is sampled for different ends comes from one rollout: the engine takes the weights once a step
     assert max(step["mismatch/log_prob_abs_max"] for step in steps) < 1e-3
@@ -61,12 +78,12 @@ def test_the_reward_rises(worlds, tmp_path, name):
         assert sum(step["critic/loss"] for step in steps[-10:]) / 10 < steps[0]["critic/loss"]
 
 
-@pytest.mark.timeout(TIMEOUT + 20)
+@pytest.mark.timeout(2 * TIMEOUT)
 def test_the_reward_rises_while_the_cost_comes_under_its_limit(worlds, tmp_path):
     (tmp_path / "scores.py").write_text(SCORES)
     sections = (f"{name}={{kind: function, function: '{tmp_path}/scores.py:{function}', concurrency: 1, cache_size: 100000}}"
                 for name, function in (("reward", "digits"), ("cost", "plus")))  # fmt: skip
-    steps = train(worlds, tmp_path, *SMALL, *FOUR_EACH, *SAFE, *sections)
+    steps = train(worlds, make_tiny_model(tmp_path / "tiny"), tmp_path / "run", *FOUR_EACH, *SAFE, *sections)
     rewards, costs = ([step[f"{name}/mean"] for step in steps] for name in ("reward", "cost"))
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.1, rewards
     assert sum(costs[:3]) / 3 > 0.4 and sum(costs[-5:]) / 5 < LIMIT, costs
@@ -81,9 +98,8 @@ def test_the_reward_rises_while_the_cost_comes_under_its_limit(worlds, tmp_path)
     assert all(row["cost"] == float("+" in row["response"]) for row in rows)
 
 
-def train(worlds, tmp_path: Path, *overrides: str) -> list[dict]:
+def train(worlds, model: Path, run: Path, *overrides: str) -> list[dict]:
     """The metrics of all steps of a job that `hybridflow train` would start."""
-    places = [f"model.path={make_tiny_model(tmp_path / 'tiny')}", f"run.dir={tmp_path}/run", "cluster.device=cpu"]
-    check(load("configs/quickstart.yaml", [*places, *overrides]))
-    found = worlds(1, "jobs").run(jobs.train, "configs/quickstart.yaml", [*places, *overrides], timeout=TIMEOUT)
-    return found[0]["steps"]
+    overrides = [f"model.path={model}", f"run.dir={run}", *SMALL, *overrides]
+    check(load("configs/quickstart.yaml", overrides))
+    return worlds(1, "jobs").run(jobs.train, "configs/quickstart.yaml", overrides, timeout=TIMEOUT)[0]["steps"]

@@ -189,6 +189,14 @@ def test_value_loss_equals_numpy(clip):
     assert sums["clip_fraction"] == clipped if clip else "clip_fraction" not in sums
 
 
+def test_values_that_moved_less_than_the_clip_are_not_counted():
+    values, old = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    old, near = old / 20, values / 1000
+    _, _, sums = ValueLoss(0.2)(near, old, values, torch.ones(1000))
+    assert ((old + (near - old).clamp(-0.2, 0.2)) != near).any()  # what a rounded sum would say
+    assert sums["clip_fraction"] == 0
+
+
 def test_a_value_loss_without_tokens_is_zero():
     values = torch.randn(3, requires_grad=True)
     loss, count, _ = ValueLoss(0.2)(values, torch.zeros(3), torch.ones(3), torch.zeros(3))

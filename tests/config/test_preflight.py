@@ -76,6 +76,10 @@ def test_passes_with(tmp_path, model, overrides):
     [
         (["algorithm.name=pppo"], "algorithm.name='pppo' is unknown: did you mean ppo?"),
         (
+            ["run.trackers=[comet]"],
+            "run.trackers=['comet']: 'comet' is unknown: use wandb or mlflow (JSONL and TensorBoard are always there)",
+        ),
+        (
             ["algorithm.name=dqn"],
             "algorithm.name='dqn' is unknown: use grpo, ppo, remax, safe_rlhf, or package.module:Class of your own",
         ),

@@ -1,4 +1,5 @@
-"""Jobs under torchrun whose roles live on different ranks: two pools with a critic apart, and a rollout of its own."""
+"""Jobs under torchrun whose roles live on different ranks: two pools with a critic apart; on GPUs a rollout of its own, which
+tests/test_main_job.py has on a CPU."""
 
 from pathlib import Path
 
@@ -41,16 +42,6 @@ def test_a_critic_in_a_pool_of_its_own(tmp_path):
         assert f"{transfer}: resharding: " in printed
     picture = (tmp_path / "run" / "placement.txt").read_text()
     assert picture in printed and "pool 1: ranks 2-3: critic" in picture
-
-
-@pytest.mark.timeout(TIMEOUT + 20)
-def test_a_rollout_in_a_pool_of_its_own(tmp_path):
-    overrides = ["cluster.ranks_per_node=3", "roles.actor.pp=1", "roles.actor.tp=2", "roles.rollout={ranks: [2], tp: 1}"]
-    steps, printed = train(tmp_path, *overrides)
-    assert [step["reshard/verified"] for step in steps] == [True, None]
-    assert max(step["mismatch/log_prob_abs_max"] for step in steps) < 1e-3
-    assert "actor TP2 -> rollout one rank: resharding: " in printed
-    assert "pool 1: rank 2: rollout" in (tmp_path / "run" / "placement.txt").read_text()
 
 
 @pytest.mark.gpu

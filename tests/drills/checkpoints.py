@@ -9,13 +9,14 @@ from pathlib import Path
 from hybridflow.checkpoints.folder import find
 from tests.checkpoints.test_killed_job import assert_same_run, finish, kill_all, start
 
+PATIENCE = 1200  # seconds for a job, on a busy machine
 STEPS = ["run.steps=24", "run.save_every=1"]
 
 
 def kills(folder: Path, count: int, seed: int) -> None:
     """As many kills; after each the checkpoint that was reported last must be there, and whole."""
     chance = random.Random(seed)
-    finish(start(folder, "whole", *STEPS))
+    finish(start(folder, "whole", *STEPS), PATIENCE)
     checkpoints = folder / "killed" / "checkpoints"
     for number in range(count):
         before, _ = find(checkpoints)
@@ -35,7 +36,7 @@ def kills(folder: Path, count: int, seed: int) -> None:
         half = f"; {len(broken)} not written to its end" if broken else ""
         when = "in a save" if in_a_save else "at a random moment"
         print(f"kill {number + 1}, {when}: saved in this start {reported}; newest whole one: {newest}{half}", flush=True)
-    finish(start(folder, "killed", *STEPS))
+    finish(start(folder, "killed", *STEPS), PATIENCE)
     assert_same_run(folder / "killed", folder / "whole")
     print("    in the end: metrics, samples and weights of a run that was left alone", flush=True)
 
@@ -55,14 +56,14 @@ def full_disk(folder: Path) -> None:
     try:
         options = [f"run.dir={disk}/run", "run.save_every=2"]
         process = start(folder, "disk-full", *options)
-        output, _ = process.communicate(timeout=600)
+        output, _ = process.communicate(timeout=PATIENCE)
         print(output.rstrip().splitlines()[-1].replace(str(folder), ""), flush=True)
         whole, broken = find(disk / "run" / "checkpoints")
         assert process.returncode == 1, process.returncode
         assert str(disk / "run" / "checkpoints" / ".step-6.partial") in output.splitlines()[-1]
         assert [checkpoint.step for checkpoint in whole] == [4, 2], (whole, broken)
         subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
-        assert "resumes after step 4" in finish(start(folder, "disk-full", *options))
+        assert "resumes after step 4" in finish(start(folder, "disk-full", *options), PATIENCE)
         print("    status 1; the last good checkpoint survived, and with more room the run came to its end", flush=True)
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -28,11 +28,12 @@ from hybridflow.controller import stopping
 from hybridflow.data.tiny_model import make_tiny_model
 from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
 from tests.drills import checkpoints
+from tests.drills.checkpoints import PATIENCE
 from tests.processes import living
 
-PATIENCE = 900  # seconds for anything, on a busy machine
+HANG = 6  # minutes of run.hang_minutes: a start without any progress takes as long on a machine with ten times its load
 MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
-TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=12", "run.save_every=3")
+TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=16", "run.save_every=3")
 THREE = ("cluster.ranks_per_node=3", "roles.actor.pp=3", "run.steps=8", "run.save_every=1")
 RAY = ("cluster.launcher=ray",)
 _STARTED: list[subprocess.Popen] = []  # by drills, to be ended where one of them fails
@@ -91,9 +92,10 @@ class Drilled:
     @contextmanager
     def caught_in(self, phase: str) -> Iterator[None]:
         """Within, the driver stands still in a phase of a step."""
+        self.wait_for(lambda: self.has_note(stopping.READY), "the first step")
         driver = self.driver()
         while driver.status() != psutil.STATUS_STOPPED:
-            self.wait_for(lambda: self.has_note(stopping.READY) and self._is_in(phase), phase, 0.001)
+            self.wait_for(lambda: self._is_in(phase), phase, 0.001)
             driver.suspend()
             self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
             if not self._is_in(phase):  # it has gone on meanwhile: in the next step
@@ -117,8 +119,9 @@ class Drilled:
                 continue
         self._since = time.monotonic()
 
-    def ended(self, what: str, status: int, saw: str = "") -> str:
-        """The job's end: its status is right and nothing is left of it. Prints the line; returns what the job printed."""
+    def ended(self, what: str, status: int, says: str = "hybridflow: ") -> str:
+        """The job's end: its status is right and nothing is left of it. Prints that, and the last line that the job said with
+        these words; returns all that it printed."""
         try:
             output, _ = self.process.communicate(timeout=PATIENCE)
         finally:
@@ -130,15 +133,13 @@ class Drilled:
         files = os.listdir(self._temporary.name)
         remains = f"left: {len(left)} processes, {len(memory)} of {len(self.memory)} in /dev/shm, {len(files)} files in /tmp"
         print(f"{what:34} status {self.process.returncode:2} after {seconds:5.1f} s  {remains}", flush=True)
-        for line in filter(None, saw.splitlines() or [self.last_line(output)]):
-            print(f"    {line}", flush=True)
+        said = [line for line in output.splitlines() if says in line]
+        assert said, output[-4000:]
+        print(f"    {shown(said[-1].strip())}", flush=True)
         assert self.process.returncode == status, output[-4000:]
         assert not left and not memory and not files, (left, memory, files)
         self._temporary.cleanup()
         return output
-
-    def last_line(self, output: str) -> str:
-        return shown(output.rstrip().splitlines()[-1])
 
 
 def shown(line: str) -> str:
@@ -154,15 +155,15 @@ class Drills:
 
     def sigterm(self) -> None:
         """In each phase, to every process of the job, as Slurm does; each start goes on where the last one ended."""
-        finish(start(self.folder, "whole-2", *TWO))
+        finish(start(self.folder, "whole-2", *TWO), PATIENCE)
         for phase in PHASES:
             self._leave("stopped", phase, *TWO)
         job = Drilled(self.folder, "stopped", *TWO)
-        job.await_steps(11)
+        job.await_steps(15)
         with job.caught_in("rollout"):
             job.about_to()
             job.process.send_signal(signal.SIGTERM)
-        job.ended("SIGTERM in the last step", 0, "came to its end")
+        job.ended("SIGTERM in the last step", 0, "finished after")
         self._same("stopped", "whole-2")
 
     def sigterm_before_the_first_step(self) -> None:
@@ -173,49 +174,48 @@ class Drills:
         job.ended("SIGTERM before the first step", 1)
 
     def sigterm_ray(self) -> None:
-        finish(start(self.folder, "whole-ray", *TWO, *RAY))
+        finish(start(self.folder, "whole-ray", *TWO, *RAY), PATIENCE)
         for phase in ("rollout", "update", "save"):
             self._leave("stopped-ray", phase, *TWO, *RAY)
-        finish(start(self.folder, "stopped-ray", *TWO, *RAY))
+        finish(start(self.folder, "stopped-ray", *TWO, *RAY), PATIENCE)
         self._same("stopped-ray", "whole-ray")
 
     def _leave(self, run: str, phase: str, *options: str) -> None:
         job = Drilled(self.folder, run, *options)
         before = job.steps()
-        job.await_steps(before + 1)
         with job.caught_in(phase):
             job.about_to()
             members = [] if RAY[0] in options else job.family()  # Ray's own processes would end at once
             for member in (psutil.Process(job.process.pid), *members):
                 member.send_signal(signal.SIGTERM)
             job.wait_for(lambda: job.has_note(stopping.ASKED), "the question")
-        output = job.ended(f"SIGTERM in {phase}{', Ray' if RAY[0] in options else ''}", 99, " ")
-        step = int(re.search(r"SIGTERM: ending after step (\d+) of 12; run.resume=auto goes on from there", output)[1])
+        output = job.ended(f"SIGTERM in {phase}{', Ray' if RAY[0] in options else ''}", 99, "ending after step")
+        step = int(re.search(r"SIGTERM: ending after step (\d+) of 16; run.resume=auto goes on from there", output)[1])
         whole, broken_ones = find(job.run / "checkpoints")
         assert whole[0].step == job.steps() == step and not broken_ones, (whole, step, broken_ones)
         assert before == 0 or f"resumes after step {before} " in output, output
-        resumed = f"; it had resumed after step {before}" if before else ""
-        print(f"    step {step} came to its end and was saved{resumed}", flush=True)
+        resumed = f"this start had resumed after step {before}; " if before else ""
+        print(f"    {resumed}the newest whole checkpoint is that of step {step}", flush=True)
 
     def kill(self) -> None:
         """SIGKILL to rank 0, beside which the driver lives, and to the middle one of three."""
-        finish(start(self.folder, "whole-3", *THREE))
+        finish(start(self.folder, "whole-3", *THREE), PATIENCE)
         for number, name in ((0, "rank 0"), (1, "the middle rank")):
             self._kill_rank("killed", number, f"kill -9 of {name} of 3", *THREE)
-        finish(start(self.folder, "killed", *THREE))
+        finish(start(self.folder, "killed", *THREE), PATIENCE)
         self._same("killed", "whole-3")
 
     def kill_ray(self) -> None:
         """SIGKILL to a worker of Ray, and to the driver."""
         options = (*TWO, "run.save_every=1", *RAY)
-        finish(start(self.folder, "whole-ray-1", *options))
+        finish(start(self.folder, "whole-ray-1", *options), PATIENCE)
         self._kill_rank("killed-ray", 1, "kill -9 of a worker, Ray", *options)
         job = Drilled(self.folder, "killed-ray", *options)
         job.await_steps(job.steps() + 1)
         job.about_to()
         job.driver().kill()
         job.ended("kill -9 of the driver, Ray", 1)
-        finish(start(self.folder, "killed-ray", *options))
+        finish(start(self.folder, "killed-ray", *options), PATIENCE)
         self._same("killed-ray", "whole-ray-1")
 
     def _kill_rank(self, run: str, number: int, what: str, *options: str) -> None:
@@ -229,11 +229,11 @@ class Drills:
     def hang(self) -> None:
         """A rank that never comes back from a call; the others wait for it."""
         stuck = "roles.actor.implementation=tests.drills.broken:StuckActor"
-        job = Drilled(self.folder, "hung", *TWO, "run.hang_minutes=1.5", stuck)
+        job = Drilled(self.folder, "hung", *TWO, f"run.hang_minutes={HANG}", stuck)
         job.await_steps(1)
         job.about_to()
         output = job.ended("a rank is stuck in a call", 1)
-        assert "no progress for 1.5 minutes (run.hang_minutes) in phase update after 1 steps: all ranks reported" in output
+        assert f"no progress for {HANG} minutes (run.hang_minutes) in phase update after 1 steps: all ranks reported" in output
         stacks = {path.name: path.read_text() for path in (job.run / "hang").iterdir()}
         assert sorted(stacks) == ["phase.txt", "rank-0.txt", "rank-1.txt"], sorted(stacks)
         assert "sit_still" in stacks["rank-1.txt"] and "sit_still" not in stacks["rank-0.txt"]
@@ -241,22 +241,22 @@ class Drills:
 
     def stop(self) -> None:
         """SIGSTOP to a rank: nobody else notices."""
-        job = Drilled(self.folder, "hung-by-stop", *TWO, "run.hang_minutes=1.5")
+        job = Drilled(self.folder, "hung-by-stop", *TWO, f"run.hang_minutes={HANG}")
         job.await_steps(1)
         job.about_to()
         job.rank(1).suspend()
         output = job.ended("SIGSTOP of a rank", 1)
-        assert "no progress for 1.5 minutes (run.hang_minutes) in phase " in output
+        assert f"no progress for {HANG} minutes (run.hang_minutes) in phase " in output
         print(f"    hang/: {', '.join(sorted(path.name for path in (job.run / 'hang').iterdir()))}", flush=True)
 
     def hang_ray(self) -> None:
         """The same on Ray."""
         stuck = "roles.actor.implementation=tests.drills.broken:StuckActor"
-        job = Drilled(self.folder, "hung-ray", *TWO, *RAY, "run.hang_minutes=1.5", stuck)
+        job = Drilled(self.folder, "hung-ray", *TWO, *RAY, f"run.hang_minutes={HANG}", stuck)
         job.await_steps(1)
         job.about_to()
         output = job.ended("a rank is stuck in a call, Ray", 1)
-        assert "no progress for 1.5 minutes (run.hang_minutes) in phase update after 1 steps" in output
+        assert f"no progress for {HANG} minutes (run.hang_minutes) in phase update after 1 steps" in output
         print(f"    hang/: {', '.join(sorted(path.name for path in (job.run / 'hang').iterdir()))}", flush=True)
 
     def stop_ray(self) -> None:
@@ -281,7 +281,7 @@ class Drills:
         print(
             f"    skipped of each step's updates: {skipped}; kept: {len(batch)} samples, {', '.join(batch.names)}", flush=True
         )
-        assert "resumes after step 4 " in finish(start(self.folder, "poisoned", *TWO))
+        assert "resumes after step 4 " in finish(start(self.folder, "poisoned", *TWO), PATIENCE)
         print("    without the fault it resumed after step 4 and came to its end", flush=True)
 
     def full_disk(self) -> None:

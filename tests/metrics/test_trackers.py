@@ -12,6 +12,7 @@ import pytest
 from hybridflow.config.load import load
 from hybridflow.config.schema import ConfigError
 from hybridflow.config.tracker_checks import check_trackers
+from hybridflow.controller import faults
 from hybridflow.metrics import trackers
 from hybridflow.metrics.recorder import Recorder
 
@@ -164,6 +165,15 @@ def test_a_run_that_fails_is_known_as_failed(tmp_path, fakes):
     with pytest.raises(ZeroDivisionError), Recorder(tmp_path / "run", configured(tmp_path), io.StringIO()):
         1 / 0  # noqa: B018
     assert wandb.of("finish") == [1] and mlflow.of("set_terminated") == [("m1", "FAILED")]
+
+
+def test_a_fault_that_ends_the_process_at_once_is_told_before(tmp_path, fakes):
+    wandb, mlflow = fakes
+    with Recorder(tmp_path / "run", configured(tmp_path), io.StringIO()) as recorder:
+        recorder.log({"step": 1, "reward/mean": 0.5})
+        faults.say_last_words()  # as controller.torchrun.end_rank does
+        assert wandb.of("finish") == [1] and mlflow.of("set_terminated") == [("m1", "FAILED")]
+    assert wandb.of("finish") == [1] and faults.LAST_WORDS == []
 
 
 def test_one_that_does_not_answer_holds_nothing_up(tmp_path, fakes, monkeypatch):

@@ -13,6 +13,7 @@ from hybridflow.report.page import report
 from tests.report.runs import HOSTILE, write_run
 
 CHROMIUM = shutil.which("chromium")
+HERE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")  # as root, and in a small container
 QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
 BLUE = (0x1F, 0x66, 0xB5)  # --run0 of page.css
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (Debian)")
@@ -29,7 +30,7 @@ def page(tmp_path_factory) -> Path:
 def browse(folder: Path, page: Path, *options: str) -> tuple[str, list[str]]:
     """What the browser prints, and what its console says of the page."""
     own = (f"--user-data-dir={folder}/profile", "--enable-logging=stderr", "--window-size=1000,1400", "--hide-scrollbars")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *QUIET, *own, *options, page.as_uri()]
+    command = [CHROMIUM, *HERE, *QUIET, *own, *options, page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -49,7 +50,7 @@ def test_curves_are_drawn_and_nothing_else_runs(page, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_picture_of_the_page_shows_curves(page, tmp_path):
-    _, console = browse(tmp_path, page, f"--screenshot={tmp_path}/page.png")
+    _, console = browse(tmp_path, page, f"--screenshot={tmp_path}/page.png", "--blink-settings=preferredColorScheme=1")  # light
     assert console == []
     picture = np.round(255 * matplotlib.image.imread(tmp_path / "page.png")[..., :3]).astype(int)
     assert picture.shape == (1400, 1000, 3)

@@ -40,8 +40,10 @@ begin() { # the template's name, its arguments
     "launch/slurm/$name.sbatch" "${@:2}" "run.dir=$run") || exit 1
 }
 progress() { # it runs, and has done a step since it was started last
-  await "a step is done" 1200 '[ "$(steps)" -gt $reached ] && [ "$(state "$job")" = RUNNING ]'
+  await "a step is done" 1200 '[ "$(steps)" -gt $reached ] || over'
+  over && fail "it has ended: $(state "$job")"
 }
+over() { case $(state "$job") in COMPLETED | FAILED | CANCELLED | TIMEOUT | NODE_FAIL) true ;; *) false ;; esac; }
 again() { # a job that went back waits two minutes; a start in the very second of the requeue fails
   restarts=$((restarts + 1))
   await "the job is back in the queue" 240 '[ "$(state "$job")" = PENDING ]'
@@ -57,7 +59,7 @@ preempt() { # a job that needs both nodes, from a partition of a higher tier
   sbatch -p high -N 2 --exclusive --output=/dev/null --wrap "sleep 1" > /dev/null
 }
 finish() { # the job's end, and whether it is the right one
-  await "it has ended" 1200 'case $(state "$job") in COMPLETED | FAILED | CANCELLED | TIMEOUT | NODE_FAIL) true ;; *) false ;; esac'
+  await "it has ended" 1200 over
   note "$(scontrol show job "$job" | grep -oE '(JobState|Restarts|ExitCode)=[^ ]*' | paste -sd' '), $(steps) steps, hf: $(ls "$run/hf" | paste -sd' ')"
   [ "$(state "$job")" = COMPLETED ] || fail "it did not complete"
   [ "$(grep -c "resumes after step" "$work/$name.out")" = $restarts ] || fail "it did not resume $restarts times"
