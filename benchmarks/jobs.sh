@@ -1,11 +1,44 @@
-# Runs the commands of a benchmark one after the other, each under a time limit, and says at the end what ran. Sourced.
+# Runs the commands of a benchmark one after the other, each under a time limit, and says at the end what ran. Sourced by a
+# script with the parts it has in `every`, and `ranks` where the user is to say how many.
 #
+#   options ARGUMENTS...            the script's own: --out, --parts, --only, --list, --dry-run, --help (its head), and --ranks
 #   job NAME SECONDS COMMAND...     output goes to $OUT/logs/NAME.log; skipped where ONLY is set and does not match NAME
 #   finish                          the table, also in $OUT/jobs.txt; status 1 if a job failed
 #
-# OUT: the folder of the results. LIST=1: print the commands instead. DRY_RUN=1: lines of the log are shown.
+# OUT: the folder of the results. LIST=1: print the commands instead. DRY_RUN=1: tiny models on CPU ranks.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+: "${PYTHON:=$PWD/.venv/bin/python}"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+OUT='' DRY_RUN='' LIST='' ONLY='' parts=''
+jobs_script=$PWD/benchmarks/$(basename "$0")
 jobs_table=()
 jobs_failed=0
+
+options() {
+  local part
+  while [[ $# -gt 0 ]]; do
+    case $1 in
+      --out) OUT=${2-} && shift ;;
+      --parts) parts=${2-} && shift ;;
+      --only) ONLY=${2-} && shift ;;
+      --list) LIST=1 ;;
+      --dry-run) DRY_RUN=1 ;;
+      --help) jobs_usage 0 ;;
+      *) if [[ $1 == --ranks && -v ranks ]]; then ranks=${2-} && shift; else jobs_usage 2; fi ;;
+    esac
+    shift
+  done
+  : "${parts:=$every}"
+  [[ -n $OUT || -n $LIST ]] || { echo "error: --out is missing: the folder of the results" >&2 && exit 2; }
+  for part in $parts; do
+    [[ " $every " == *" $part "* ]] || { echo "error: --parts: there is no $part" >&2 && exit 2; }
+  done
+}
+
+jobs_usage() { # the comment at the script's head
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$jobs_script"
+  exit "$1"
+}
 
 job() {
   local name=$1 limit=$2 status seconds started=$SECONDS log=$OUT/logs/$1.log

@@ -12,30 +12,10 @@
 #   learning  GRPO on SmolLM2 with DP = ranks, held against the curves of one GPU                  4 min; models/smollm2 must be there
 # --only takes the jobs whose names match, so that each fits a lease of a few minutes; --list prints them. PYTHON names the Python.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-: "${PYTHON:=$PWD/.venv/bin/python}"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-OUT='' DRY_RUN='' LIST='' ONLY='' ranks='' parts="reshard engine bubble step learning"
-usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "${1:-2}"; }
-while [[ $# -gt 0 ]]; do
-  case $1 in
-    --ranks) ranks=$2 && shift ;;
-    --out) OUT=$2 && shift ;;
-    --parts) parts=$2 && shift ;;
-    --only) ONLY=$2 && shift ;;
-    --list) LIST=1 ;;
-    --dry-run) DRY_RUN=1 ;;
-    --help) usage 0 ;;
-    *) usage ;;
-  esac
-  shift
-done
+every="reshard engine bubble step learning" ranks=''
+source "$(dirname "${BASH_SOURCE[0]}")/jobs.sh"
+options "$@"
 [[ $ranks == 4 || $ranks == 8 ]] || { echo "error: --ranks=$ranks must be 4 or 8" >&2 && exit 2; }
-[[ -n $OUT || -n $LIST ]] || { echo "error: --out is missing: the folder of the results" >&2 && exit 2; }
-for part in $parts; do
-  [[ " reshard engine bubble step learning " == *" $part "* ]] || { echo "error: --parts: there is no $part" >&2 && exit 2; }
-done
-source benchmarks/jobs.sh
 
 # What a dry run has instead of the models and sizes; every option stays.
 shapes=configs/models

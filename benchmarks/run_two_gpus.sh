@@ -17,29 +17,9 @@
 #               TP1: 4 x 4 min
 # --only takes the jobs whose names match, so that each fits a lease of a few minutes; --list prints them. PYTHON names the Python.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-: "${PYTHON:=$PWD/.venv/bin/python}"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-OUT='' DRY_RUN='' LIST='' ONLY='' every="bubble update tune rollout unseen forecast step" parts=''
-usage() { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit "${1:-2}"; }
-while [[ $# -gt 0 ]]; do
-  case $1 in
-    --out) OUT=$2 && shift ;;
-    --parts) parts=$2 && shift ;;
-    --only) ONLY=$2 && shift ;;
-    --list) LIST=1 ;;
-    --dry-run) DRY_RUN=1 ;;
-    --help) usage 0 ;;
-    *) usage ;;
-  esac
-  shift
-done
-: "${parts:=$every}"
-[[ -n $OUT || -n $LIST ]] || { echo "error: --out is missing: the folder of the results" >&2 && exit 2; }
-for part in $parts; do
-  [[ " $every " == *" $part "* ]] || { echo "error: --parts: there is no $part" >&2 && exit 2; }
-done
-source benchmarks/jobs.sh
+every="bubble update tune rollout unseen forecast step"
+source "$(dirname "${BASH_SOURCE[0]}")/jobs.sh"
+options "$@"
 
 shapes=configs/models
 qwen=$shapes/qwen2_7b.json llama=$shapes/llama3_8b.json

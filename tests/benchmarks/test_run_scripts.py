@@ -54,7 +54,7 @@ def test_bad_input_is_status_2(options, message):
 
 
 def test_a_job_that_fails_or_takes_too_long_is_in_the_table(tmp_path):
-    script = f"OUT={tmp_path}; source benchmarks/jobs.sh; job good 60 echo fine; job bad 60 false; job slow 1 sleep 60; finish"
+    script = f"source benchmarks/jobs.sh; OUT={tmp_path}; job good 60 echo fine; job bad 60 false; job slow 1 sleep 60; finish"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     table = done.stdout.partition("=== what ran\n")[2].splitlines()
