@@ -68,7 +68,9 @@ def config(folders, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def world(worlds):
-    return worlds(4, "engine")  # which tests/rollout/test_engine.py closes
+    used = worlds(4, "hybrid")
+    yield used
+    used.close()  # the engine that it keeps is no good for tests that make their own
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,9 @@ def test_a_critic_and_a_reward_model_in_layouts_of_their_own(worlds, model, tmp_
     scorer = f"roles: {{reward: {{model: {{path: {classifier}}}}}}}"
     config = write_recipe(tmp_path / "c.yaml", model, tmp_path / "run", FOUR, scorer)
     check(load(config))
-    steps = worlds(4, "engine").run(jobs.train, str(config), [], timeout=TIMEOUT)[0]["steps"]
+    four = worlds(4, "jobs")
+    steps = four.run(jobs.train, str(config), [], timeout=TIMEOUT)[0]["steps"]
+    four.close()
     assert [step["reshard/verified"] for step in steps] == [True, None, None]
     measured = {
         *("time/values", "time/update", "time/update_critic", "time/reference", "critic/loss", "critic/explained_variance"),
