@@ -1,6 +1,7 @@
 """The bubble meter on pipelines whose steps take known times, under Megatron's real schedules over gloo."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -8,11 +9,10 @@ import torch
 from hybridflow.planner.schedule import Schedule, Task, simulate
 from megatron_ext.intervals import Interval, bubble
 from megatron_ext.layout import Layout
+from tests.virtual_time import VirtualTime
 
 POINTS = 0.02  # of the span
-FORWARD, BACKWARD = 0.08, 0.12  # seconds: a transfer between two of four ranks on two cores takes about one hundredth of them
-# what else the machine does only ever makes a pass longer: the shortest of so many counts, fewer when one is as short as can be
-MOST_PASSES = 10
+SLEPT = 0.08  # seconds of the host's clock that a unit of time is, where stages really sleep
 CASES = {
     "1f1b": Schedule(4, 6),
     "1f1b-forward-only": Schedule(4, 6, forward_only=True),
@@ -21,80 +21,101 @@ CASES = {
     "interleaved-overlapped": Schedule(4, 8, 2, overlap=True),
     "interleaved-forward-only": Schedule(4, 4, 2, forward_only=True),
 }
+ASLEEP = ("1f1b", "interleaved")
 
 
 def equal(task: Task) -> float:
-    return FORWARD if task.kind == "forward" else BACKWARD
+    return 1.0 if task.kind == "forward" else 1.5
 
 
 def unlike(task: Task) -> float:
     """A slow last stage and a slow micro-batch."""
-    return equal(task) * (1 + 0.5 * (task.stage == 3) + 0.7 * (task.micro_batch == 1))
+    return equal(task) * (1 + 0.5 * (task.stage == 3) + 0.75 * (task.micro_batch == 1))
 
 
-# where steps of unlike length are measured too
-RUNS = [(case, equal) for case in CASES] + [(case, unlike) for case in ("1f1b", "interleaved-overlapped")]
+TIMES = (equal, unlike)
 
 
-def measure(cases: dict) -> dict:
-    """By run: this rank's intervals, and what the last stage made of the micro-batches."""
+class Naps:
+    """In place of the module `time`: what was really slept."""
+
+    def __init__(self):
+        self.taken: list[tuple[float, float]] = []
+
+    def sleep(self, seconds: float) -> None:
+        started = time.perf_counter()
+        time.sleep(seconds * SLEPT)
+        self.taken.append((started, time.perf_counter()))
+
+
+def in_virtual_time(cases: dict) -> dict:
+    """By case and times: this rank's intervals, and what the last stage made of the micro-batches."""
+    from benchmarks import sleeping_stages
+    from megatron_ext import bubble
+
+    kept = {}
+    for name, schedule in cases.items():
+        for seconds in TIMES:
+            with VirtualTime().passes_in(sleeping_stages, bubble):
+                kept[name, seconds.__name__] = _one_pass(name, schedule, seconds)
+    return kept
+
+
+def asleep(cases: dict) -> dict:
+    """By case: this rank's intervals, and its naps."""
+    from benchmarks import sleeping_stages
+
+    kept = {}
+    for name, schedule in cases.items():
+        with mock.patch.object(sleeping_stages, "time", Naps()) as naps:
+            intervals, _ = _one_pass(name, schedule, unlike)
+        kept[name] = intervals, naps.taken
+    return kept
+
+
+def _one_pass(name: str, schedule: Schedule, seconds) -> tuple[list[Interval], list[float]]:
     from benchmarks.sleeping_stages import SleepingStage
     from megatron_ext.bubble import BubbleMeter
     from megatron_ext.parallel import ParallelState
 
-    found = {}
-    for name, schedule in cases.items():
-        state = ParallelState(name, Layout(schedule.stages, pp=schedule.stages, vpp=schedule.chunks), seed=1)
-        meter = BubbleMeter(state.coordinates.pp)
-        with state.current():
-            SleepingStage(schedule, state.coordinates.pp, lambda task: 0.0).run()  # gloo connects at the first transfer
-            for seconds in (run[1] for run in RUNS if run[0] == name):
-                stage = SleepingStage(schedule, state.coordinates.pp, seconds)
-                least = bubble([simulate(schedule, seconds)]).span_s
-                elapsed, passes = torch.tensor(torch.inf), 0
-                while elapsed > 1.015 * least and passes < MOST_PASSES:
-                    torch.distributed.barrier()
-                    started = time.perf_counter()
-                    with meter.watch():
-                        outputs = stage.run()
-                    elapsed, passes = torch.tensor(time.perf_counter() - started), passes + 1
-                    torch.distributed.all_reduce(elapsed, op=torch.distributed.ReduceOp.MAX)
-                found[name, seconds.__name__] = meter.take(), outputs
+    state = ParallelState(name, Layout(schedule.stages, pp=schedule.stages, vpp=schedule.chunks), seed=1)
+    meter = BubbleMeter(state.coordinates.pp)
+    with state.current():
+        torch.distributed.barrier()
+        with meter.watch():
+            outputs = SleepingStage(schedule, state.coordinates.pp, seconds).run()
+    (intervals,) = meter.take()
     assert meter.take() == []
-    return found
+    return intervals, outputs
 
 
 @pytest.fixture(scope="module")
-def measured(worlds) -> list:
-    started = time.time()
-    ranks = worlds(4).run(measure, CASES, timeout=500)
-    every = (interval for rank in ranks for passes, _ in rank.values() for one in passes for interval in one)
-    assert all(started < interval.start_s <= interval.end_s < time.time() for interval in every)
-    return ranks
+def exact(worlds) -> list:
+    return worlds(4).run(in_virtual_time, CASES)
 
 
-@pytest.mark.timeout(540)
-@pytest.mark.parametrize(("case", "seconds"), RUNS)
-def test_within_two_points_of_the_exact_value(measured: list, case: str, seconds):
-    schedule = CASES[case]
-    passes = zip(*(rank[case, seconds.__name__][0] for rank in measured), strict=True)
-    found = min((bubble([one]) for one in passes), key=lambda one: one.span_s)
-    exact = bubble([simulate(schedule, seconds)])
-    assert found.stages == pytest.approx(exact.stages, abs=POINTS)
-    if seconds is equal:
-        assert found.mean == pytest.approx(schedule.bubble_of_step, abs=POINTS)
-
-
-@pytest.mark.timeout(540)
+@pytest.mark.parametrize("seconds", TIMES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_step_is_there_once_and_in_the_schedules_order(measured: list, case: str):
+def test_every_step_is_there_when_it_took_place(exact: list, case: str, seconds):
     schedule = CASES[case]
-    for rank, simulated in zip(measured, simulate(schedule, equal), strict=True):
-        passes, outputs = rank[case, "equal"]
-        assert 1 <= len(passes) <= MOST_PASSES
-        for intervals in passes:
-            assert [(i.name, *i[3:]) for i in intervals] == [(i.name, *i[3:]) for i in simulated]
-        assert sorted(outputs) == list(range(schedule.micro_batches)) * (rank is measured[-1])
+    measured = [rank[case, seconds.__name__] for rank in exact]
+    assert [intervals for intervals, _ in measured] == simulate(schedule, seconds)
+    for rank, (_, outputs) in enumerate(measured):
+        assert sorted(outputs) == list(range(schedule.micro_batches)) * (rank == 3)
+    if seconds is equal:
+        assert bubble([[intervals for intervals, _ in measured]]).mean == pytest.approx(schedule.bubble_of_step)
+
+
+def test_within_two_points_of_what_stages_slept(worlds):
+    """By the host's clock, on which a busy machine makes naps longer and the waits between them, too."""
+    started = time.time()
+    ranks = worlds(4).run(asleep, {name: CASES[name] for name in ASLEEP})
+    for case in ASLEEP:
+        intervals, naps = zip(*(rank[case] for rank in ranks), strict=True)
+        assert all(started < one.start_s < one.end_s < time.time() for rank in intervals for one in rank)
+        span = max(taken[-1][1] - taken[0][0] for taken in naps)
+        slept = [1 - sum(end - start for start, end in taken) / span for taken in naps]
+        assert bubble([intervals]).stages == pytest.approx(slept, abs=POINTS)
 
 
 def test_without_a_watch_the_schedules_are_upstreams_own():
