@@ -87,7 +87,7 @@ step() { # 32B with its optimizer takes 18 bytes a parameter: 40 of its 64 layer
 
 learning() {
   if [[ -n $DRY_RUN && -z $LIST ]]; then
-    "$PYTHON" -m hybridflow.cli tiny-model --to "$OUT/tiny" > /dev/null 2>&1
+    [[ -e $OUT/tiny/config.json ]] || "$PYTHON" -m hybridflow.cli tiny-model --to "$OUT/tiny" > /dev/null 2>&1
     learn=(model.path="$OUT/tiny" model.dtype=float32 data.system_prompt='""' 'data.prompt_template="{expression}="' run.steps=2)
     learn+=(batch.prompts="$ranks" batch.samples_per_prompt=2 evaluation.problems=2 sampling.max_prompt_tokens=32)
     learn+=(sampling.max_response_tokens=6)

@@ -226,6 +226,12 @@ def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _tiny_model(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from hybridflow.config.folders import check_new
+    from hybridflow.config.schema import ConfigError
+
+    check_new(f"--to {arguments.destination}", Path(arguments.destination))
+    if not 0 <= arguments.seed < 2**63:
+        raise ConfigError(f"--seed {arguments.seed} is not from 0 to 2^63 - 1")
     from hybridflow.data.tiny_model import make_tiny_model
 
     make_tiny_model(arguments.destination, arguments.seed)

@@ -11,11 +11,14 @@
 import os
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 
 from omegaconf import OmegaConf
 
 from hybridflow.checkpoints.folder import COMPLETE, BrokenCheckpoint, Checkpoint, complete, find, inspect
 from hybridflow.checkpoints.resume import model_print
+from hybridflow.config.folders import check_new
+from hybridflow.config.model_folder import tensor_shapes
 from hybridflow.config.schema import ConfigError
 from megatron_ext.hf_config import UnsupportedModel
 
@@ -24,15 +27,16 @@ def convert(source: str, destination: str) -> None:
     """Convert, with a line of progress for every file.
 
     Raises:
-        ConfigError: the source is none of these, incomplete or unsupported, or the destination is there already.
+        ConfigError: the source is none of these, incomplete or unsupported; the destination is there already or cannot be made.
     """
-    to = Path(destination)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"--to {to} exists and is not an empty folder: choose another one, or remove it")
-    path = Path(source)
+    to, path = Path(destination), Path(source)
+    check_new(f"--to {destination}", to)
+    if not source:
+        raise ConfigError("--from is empty: give a checkpoint, a run, an HF folder, a .gguf file or a package that ships one")
     try:
         role = _role(path)
         if role is not None:
+            _check_role(*role, to)
             _to_hf(*role, to)
         elif (path / "config.json").is_file():
             _to_checkpoint(path, to)
@@ -63,7 +67,18 @@ def _role(path: Path) -> tuple[Checkpoint, str] | None:
     return None
 
 
+def _check_role(checkpoint: Checkpoint, role: str, to: Path) -> None:
+    """Raises ConfigError: the checkpoint has no weights of the role, or would hold what is made of it."""
+    for name in (f"{role}/.metadata", f"models/{role}/config.json"):
+        if not (checkpoint.path / name).is_file():
+            raise ConfigError(f"{checkpoint.path}: {name} is missing: use another checkpoint")
+    if checkpoint.path.resolve() in to.resolve().parents:
+        raise ConfigError(f"--to {to} lies in the checkpoint {checkpoint.path}: choose a folder outside of it")
+
+
 def _to_hf(checkpoint: Checkpoint, role: str, to: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from megatron_ext.offline import role_to_hf
     from megatron_ext.weights import WeightsError
 
@@ -72,6 +87,10 @@ def _to_hf(checkpoint: Checkpoint, role: str, to: Path) -> None:
         role_to_hf(checkpoint.path / role, checkpoint.path / "models" / role, _made(to), _say)
     except WeightsError as error:
         raise ConfigError(str(error)) from error
+    except (UnpicklingError, EOFError, CheckpointException) as error:  # of the right sizes, but not what was written
+        raise ConfigError(
+            f"{checkpoint.path / role} is damaged ({type(error).__name__} while reading it): use another checkpoint"
+        ) from error
 
 
 def _to_checkpoint(model: Path, to: Path) -> None:
@@ -79,6 +98,7 @@ def _to_checkpoint(model: Path, to: Path) -> None:
     from megatron_ext.weights import WeightsError
 
     role = "critic" if read_config(model).head == "value" else "actor"
+    tensor_shapes(model)  # says which file is broken before anything is written
     print(f"{model} -> {to}: a checkpoint with the weights of the {role}", flush=True)
     partial = _made(to).parent / f".{to.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)

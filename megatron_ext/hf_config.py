@@ -57,6 +57,13 @@ _LONGEST = {"mixtral": 131072}  # max_position_embeddings where a config leaves 
 _READ_MOE = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
 # The auxiliary loss is left out: it would pull the policy away from the objective's own gradient.
 _NEUTRAL_MOE = {"router_aux_loss_coef", "output_router_logits"}
+# Whole numbers above 0, and numbers above 0; null stands for a field that is left out, where it may be.
+_SIZES = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+_SIZES_MOE = {"num_experts", "num_local_experts", "moe_intermediate_size"}
+_SIZES_OR_NULL = {"num_key_value_heads", "head_dim", "max_position_embeddings"}
+_NUMBERS = {"rms_norm_eps", "rope_theta"}
+_SWITCHES = {"tie_word_embeddings", "norm_topk_prob"}
+_SECTIONS_OR_NULL = {"rope_scaling", "rope_parameters"}
 # Fields that say nothing about the forward pass as it is built here.
 _NEUTRAL = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -158,22 +165,13 @@ class HFConfig:
         Raises:
             UnsupportedModel: the folder or file is missing, or a field's value isn't supported.
         """
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            what = "has no config.json" if Path(folder).is_dir() else "does not exist"
-            raise UnsupportedModel(f"model folder {folder} {what}: give a folder in HF format")
-        try:
-            fields = json.loads(path.read_text())
-        except ValueError as error:  # also what is not UTF-8
-            raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise UnsupportedModel(f"{path} holds a {type(fields).__name__}: give the config.json of a model")
-        return cls.from_dict(fields, str(path), head)
+        return cls.from_dict(read_fields(folder), str(Path(folder) / "config.json"), head)
 
     @classmethod
     def from_dict(cls, fields: dict, where: str = "config.json", head: Head = "lm") -> "HFConfig":
         architecture, head_stored = _architecture(fields, where, head)
         family = ARCHITECTURES[architecture]
+        _check_kinds(fields, where, _SIZES | (_SIZES_MOE if family in _MOE_NAMES else set()))
         _refuse(fields, where, family)
         try:
             heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
@@ -190,7 +188,7 @@ class HFConfig:
                 tied=head == "lm" and bool(fields.get("tie_word_embeddings", False)),
                 rms_norm_eps=fields.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
                 rope_theta=_rope_theta(fields, where, 1e6 if family == "mixtral" else 1e4),
-                max_position_embeddings=fields.get("max_position_embeddings", _LONGEST.get(family, 32768)),
+                max_position_embeddings=fields.get("max_position_embeddings") or _LONGEST.get(family, 32768),
                 qkv_bias=family == "qwen2",
                 qk_norm=family in ("qwen3", "qwen3_moe"),
                 head=head,
@@ -202,9 +200,26 @@ class HFConfig:
             raise UnsupportedModel(f"{where}: field {error.args[0]} is missing") from error
 
 
+def read_fields(folder: str | Path) -> dict:
+    """What `folder/config.json` holds. Raises UnsupportedModel: it isn't there, or no JSON object."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        what = (
+            "is not a folder" if Path(folder).is_file() else "has no config.json" if Path(folder).is_dir() else "does not exist"
+        )
+        raise UnsupportedModel(f"model folder {folder} {what}: give a folder in HF format")
+    try:
+        fields = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+        raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise UnsupportedModel(f"{path} holds a {type(fields).__name__}: give the config.json of a model")
+    return fields
+
+
 def _architecture(fields: dict, where: str, head: str) -> tuple[str, bool]:
     """The language model's architecture, and whether the folder has the weights of the head that is asked for."""
-    name = (fields.get("architectures") or ["(none)"])[0]
+    name = named_architecture(fields) or "(none)"
     if name in ARCHITECTURES and head != "score":
         return name, head == "lm"
     if _WITH_HEAD.get(name, ("", ""))[0] != head:
@@ -220,14 +235,20 @@ def _architecture(fields: dict, where: str, head: str) -> tuple[str, bool]:
     return _WITH_HEAD[name][1], True
 
 
+def named_architecture(fields: dict) -> str:
+    """The first of `architectures`; empty where there is none."""
+    names = fields.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def _experts(fields: dict, where: str, family: str) -> dict[str, object]:
     if family not in _MOE_NAMES:
         return {}
     # transformers 5 writes Qwen3-MoE's number under Mixtral's name
     experts = fields["num_local_experts"] if "num_local_experts" in fields else fields["num_experts"]
     chosen = fields["num_experts_per_tok"]
-    if not 1 <= chosen <= experts:
-        raise UnsupportedModel(f"{where}: num_experts_per_tok={chosen} is not from 1 to the number of experts, {experts}")
+    if type(chosen) is not int or not 1 <= chosen <= experts:
+        raise UnsupportedModel(f"{where}: num_experts_per_tok={chosen!r} is not from 1 to the number of experts, {experts}")
     mixtral = family == "mixtral"
     normalised = mixtral or bool(fields.get("norm_topk_prob", False))
     if chosen == 1 and normalised:
@@ -240,15 +261,31 @@ def _experts(fields: dict, where: str, family: str) -> dict[str, object]:
     }
 
 
+def _check_kinds(fields: dict, where: str, sizes: set[str]) -> None:
+    """What is read is of the kind that it is computed with; true is no number."""
+    for name, value in fields.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        null = value is None and name in _SIZES_OR_NULL | _SECTIONS_OR_NULL
+        for names, fits, what in (
+            (sizes | _SIZES_OR_NULL, type(value) is int and value > 0, "a whole number above 0"),
+            (_NUMBERS, number and value > 0, "a number above 0"),
+            (_SWITCHES, isinstance(value, bool), "true or false"),
+            (_SECTIONS_OR_NULL, isinstance(value, dict), "a section or null"),
+            ({"layer_types"}, isinstance(value, list) or value is None, "a list"),
+        ):
+            if name in names and not fits and not null:
+                raise UnsupportedModel(f"{where}: {name}={value!r} is not {what}")
+
+
 def _refuse(fields: dict, where: str, family: str) -> None:
     for name, allowed in _REQUIRED.items():
         if name in fields and fields[name] not in allowed:
             raise UnsupportedModel(f"{where}: {name}={fields[name]!r} is not supported (only {allowed[0]!r})")
     if fields.get("attention_dropout"):
-        raise UnsupportedModel(f"{where}: attention_dropout={fields['attention_dropout']} is not supported (only 0.0)")
+        raise UnsupportedModel(f"{where}: attention_dropout={fields['attention_dropout']!r} is not supported (only 0.0)")
     if set(fields.get("layer_types") or ()) - {"full_attention"}:
         raise UnsupportedModel(f"{where}: layer_types other than full_attention are not supported")
-    window, longest = fields.get("sliding_window"), fields.get("max_position_embeddings", _LONGEST["mixtral"])
+    window, longest = fields.get("sliding_window"), fields.get("max_position_embeddings") or _LONGEST["mixtral"]
     if family == "mixtral" and window is not None and window < longest:  # the Qwen families have a switch for it
         raise UnsupportedModel(f"{where}: sliding_window={window} below max_position_embeddings={longest} is not supported")
     understood = _READ | _REQUIRED.keys() | _NEUTRAL | (_READ_MOE | _NEUTRAL_MOE if family in _MOE_NAMES else set())
@@ -261,9 +298,11 @@ def _refuse(fields: dict, where: str, family: str) -> None:
 def _rope_theta(fields: dict, where: str, default: float) -> float:
     for name in ("rope_scaling", "rope_parameters"):  # the second is transformers 5's name for both
         rope = fields.get(name) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = rope.get("rope_type", rope.get("type", None if "factor" in rope else "default"))
         if kind != "default":
             raise UnsupportedModel(f"{where}: {name} of type {kind!r} is not supported (only plain RoPE)")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedModel(f"{where}: {name}.partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
-    return float((fields.get("rope_parameters") or {}).get("rope_theta", fields.get("rope_theta", default)))
+    theta = {"rope_theta": fields.get("rope_theta", default)} | (fields.get("rope_parameters") or {})
+    _check_kinds({"rope_theta": theta["rope_theta"]}, where, set())
+    return float(theta["rope_theta"])

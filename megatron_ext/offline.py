@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext.export import copy_about, finish_folder, prepare_folder, split_into_files
-from megatron_ext.hf_config import HFConfig
+from megatron_ext.hf_config import HFConfig, named_architecture, read_fields
 from megatron_ext.stored import ABOUT, WEIGHTS
 from megatron_ext.weights import WeightsError, hf_shapes, weight_files
 
@@ -30,8 +30,8 @@ Say = Callable[[str], None]
 
 def read_config(folder: Path) -> HFConfig:
     """The config of an HF folder, of a language model or with the head that its architecture names."""
-    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
-    return HFConfig.from_folder(folder, "value" if architectures[0].endswith("ForTokenClassification") else "lm")
+    valued = named_architecture(read_fields(folder)).endswith("ForTokenClassification")
+    return HFConfig.from_folder(folder, "value" if valued else "lm")
 
 
 def role_to_hf(role: Path, about: Path, destination: Path, say: Say, file_bytes: int = FILE_BYTES) -> None:

@@ -181,6 +181,57 @@ def test_convert_refuses_in_one_line(tmp_path, capfd):
     assert capfd.readouterr().err.splitlines()[-1].startswith("hybridflow: error: no-such-package is neither a file")
 
 
+@pytest.mark.parametrize(
+    ("source", "destination", "message"),
+    [
+        ("", "m", "--from is empty: give"),
+        ("empty.gguf", "m", "empty.gguf cannot be read (error: unpack_from requires"),
+        ("model", "model", "model exists and is not an empty folder: choose another one, or remove it"),
+        ("model", "empty.gguf/m", "empty.gguf is a file: choose another folder"),
+        ("model", "dangling", "dangling is a link to /nowhere/at/all, which is not there: choose another folder"),
+        ("model", "x" * 300, "cannot be had (File name too long): choose another folder"),
+        ("model", "m", "model.safetensors is not a complete safetensors file (3 bytes): copy it again"),
+        ("listed", "m", "config.json holds a list: give the config.json of a model"),
+        ("model/config.json", "m", "config.json is not a GGUF file"),
+    ],
+)
+def test_convert_writes_nothing_of_what_is_broken(tmp_path, capfd, source, destination, message):
+    (tmp_path / "empty.gguf").write_bytes(b"GGUF")
+    (tmp_path / "dangling").symlink_to("/nowhere/at/all")
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"abc")
+    (tmp_path / "listed").mkdir()
+    (tmp_path / "listed" / "config.json").write_text("[]")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["convert", "--from", source and str(tmp_path / source), "--to", str(tmp_path / destination)]) == 2
+    assert message in capfd.readouterr().err.splitlines()[-1]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_convert_of_a_checkpoint_with_other_contents(tmp_path, model, capfd):
+    checkpoint = tmp_path / "step-1"
+    assert cli.main(["convert", "--from", str(model), "--to", str(checkpoint)]) == 0
+    assert cli.main(["convert", "--from", str(checkpoint), "--to", str(checkpoint / "actor" / "hf")]) == 2
+    assert "lies in the checkpoint" in capfd.readouterr().err
+    metadata = checkpoint / "actor" / ".metadata"
+    metadata.write_bytes(bytes(metadata.stat().st_size))
+    assert cli.main(["convert", "--from", str(checkpoint), "--to", str(tmp_path / "hf")]) == 2
+    assert "step-1/actor is damaged (UnpicklingError while reading it): use another" in capfd.readouterr().err
+    (checkpoint / "complete.json").write_text('{"step": 1, "roles": ["actor"], "score": null, "score_of": "", "files": {}}')
+    metadata.unlink()
+    assert cli.main(["convert", "--from", str(checkpoint), "--to", str(tmp_path / "hf")]) == 2
+    assert "actor/.metadata is missing: use another checkpoint" in capfd.readouterr().err
+
+
+def test_tiny_model_replaces_nothing(tmp_path, capfd):
+    (tmp_path / "thesis.txt").write_text("")
+    assert cli.main(["tiny-model", "--to", str(tmp_path)]) == 2
+    assert "exists and is not an empty folder: choose another one" in capfd.readouterr().err
+    assert cli.main(["tiny-model", "--to", str(tmp_path / "thesis.txt")]) == 2
+    assert cli.main(["tiny-model", "--to", str(tmp_path / "m"), "--seed", "-1"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
 def test_tiny_model_runs_the_quickstarts_checks(tmp_path, capfd):
     assert cli.main(["tiny-model", "--to", str(tmp_path / "tiny")]) == 0
     overrides = [f"model.path={tmp_path}/tiny", f"run.dir={tmp_path}/run"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 COMPLETE = "complete.json"
+_MARKER = {"step": int, "roles": list, "score": int | float | None, "score_of": str, "files": dict}
 _NAME = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 
@@ -59,14 +60,19 @@ def inspect(path: Path) -> Checkpoint:
     """The checkpoint in a folder.
 
     Raises:
-        BrokenCheckpoint: the marker is missing, or a file is missing or has another size.
+        BrokenCheckpoint: the marker is missing or damaged, or a file is missing or has another size.
     """
     try:
         about = json.loads((path / COMPLETE).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BrokenCheckpoint(f"{path} has no {COMPLETE}: it was not written to its end") from None
     except ValueError as error:
         raise BrokenCheckpoint(f"{path / COMPLETE} is not valid JSON: {error}") from error
+    for key, kind in _MARKER.items():
+        if not isinstance(about, dict) or not isinstance(about.get(key), kind):
+            raise BrokenCheckpoint(f"{path / COMPLETE} says nothing of {key}: it is damaged")
+    if not about["roles"]:
+        raise BrokenCheckpoint(f"{path / COMPLETE} names no role: it is damaged")
     for name, size in about["files"].items():
         file = path / name
         if not file.is_file():

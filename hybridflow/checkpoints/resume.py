@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from hybridflow.checkpoints.folder import BrokenCheckpoint, Checkpoint, find, inspect
+from hybridflow.checkpoints.folder import BrokenCheckpoint, Checkpoint, find, inspect, read_state
 from hybridflow.config.load import flat
-from hybridflow.config.schema import Config, ConfigError
+from hybridflow.config.schema import Config, ConfigError, one_line
 
 # Keys that must be what they were, each with the reason. Layouts, ranks, micro-batches, optimizers, batch, clipping, sampling,
 # reward, run and the like may differ: what a checkpoint holds does not depend on them.
@@ -37,12 +39,14 @@ class Start:
         own: the checkpoint is of the run that `run.dir` holds, whose records go on from there.
         restarts: `run.dir` holds a run that ended before its first checkpoint: its files go.
         lines: what to tell the user.
+        broken: what is wrong with the checkpoints in `run.dir`, where none is whole.
     """
 
     checkpoint: Checkpoint | None = None
     own: bool = False
     restarts: bool = False
     lines: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
 
 def find_start(config: Config) -> Start:
@@ -61,7 +65,7 @@ def find_start(config: Config) -> Start:
             restarts = _ended_before_its_first_checkpoint(folder)
             if restarts:
                 lines.append(f"{folder} has no whole checkpoint yet: the run starts again from the beginning")
-            return Start(restarts=restarts, lines=lines)
+            return Start(restarts=restarts, lines=lines, broken=broken)
         chosen = whole[0]
     else:
         chosen, lines = _named(Path(resume))
@@ -75,11 +79,25 @@ def find_start(config: Config) -> Start:
 
 
 def _ended_before_its_first_checkpoint(folder: Path) -> bool:
-    """Of a run that saves: one that does not, or has come to its end, is not thrown away."""
+    """Of a run that saves: one that does not, has come to its end, or had a whole checkpoint is not thrown away."""
     written = folder / "config.yaml"
-    if not written.is_file() or (folder / "hf").exists():
+    if not written.is_file() or (folder / "hf").exists() or any((folder / "checkpoints").glob("step-*")):
         return False
-    return bool(OmegaConf.select(OmegaConf.load(written), "run.save_every"))
+    saved = _read_yaml(written).get("run")
+    return isinstance(saved, dict) and bool(saved.get("save_every"))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """What a run wrote with its configuration; ConfigError: it cannot be read."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{path} of an earlier run cannot be read ({one_line(error)}): restore it, or use another run.dir"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} of an earlier run holds no sections: restore it, or use another run.dir")
+    return found
 
 
 def _named(path: Path) -> tuple[Checkpoint, list[str]]:
@@ -112,7 +130,8 @@ def _check_changes(config: Config, checkpoint: Checkpoint) -> list[str]:
         raise ConfigError(
             f"run.resume: {checkpoint.path} holds weights only: convert it to an HF folder, and use it as model.path"
         )
-    was = OmegaConf.to_container(OmegaConf.load(checkpoint.path / "config.yaml"))
+    _check_state(checkpoint)
+    was = _read_yaml(checkpoint.path / "config.yaml")
     where = f"{checkpoint.path} cannot be resumed with"
     before, now = flat(was), flat(asdict(config))
     saved = {*config.trained_roles(), *(["reference"] if config.roles.reference else [])}
@@ -134,17 +153,33 @@ def _check_role(config: Config, checkpoint: Checkpoint, name: str, here: bool, w
         has, lacks = ("this configuration", "it") if here else ("it", "this configuration")
         key = "algorithm.kl_coefficient" if name == "reference" else f"roles.{name}"
         raise ConfigError(f"{where} these roles: {has} has a {name}, {lacks} has none: set {key} as it was, or start a new run")
-    stored = OmegaConf.load(checkpoint.path / "models.yaml")[name]
-    found = {"dtype": config.dtype(name), "model": model_print(config.model_path(name))}
-    if stored.model != found["model"]:
+    stored = _read_yaml(checkpoint.path / "models.yaml").get(name)
+    if not isinstance(stored, dict) or not stored.keys() >= {"path", "model", "dtype"}:
         raise ConfigError(
-            f"{where} the {name}'s model.path={config.model_path(name)}, it was {stored.path}:"
+            f"{checkpoint.path / 'models.yaml'} lacks path, model or dtype of the {name}: it is damaged, use another"
+        )
+    found = {"dtype": config.dtype(name), "model": model_print(config.model_path(name))}
+    if stored["model"] != found["model"]:
+        raise ConfigError(
+            f"{where} the {name}'s model.path={config.model_path(name)}, it was {stored['path']}:"
             " their config.json or tokenizer.json differ"
         )
-    if stored.dtype != found["dtype"]:
+    if stored["dtype"] != found["dtype"]:
         raise ConfigError(
-            f"{where} the {name}'s dtype={found['dtype']}, it was {stored.dtype}: set it back, or convert the weights"
+            f"{where} the {name}'s dtype={found['dtype']}, it was {stored['dtype']}: set it back, or convert the weights"
         )
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """What the driver will go on from is there: it is read once the roles have been built."""
+    path = checkpoint.path / "run.json"
+    try:
+        state = read_state(checkpoint)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON ({one_line(error)}): use another checkpoint") from error
+    missing = [key for key in ("run", "records") if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise ConfigError(f"{path} lacks {' and '.join(missing)}: it is damaged, use another checkpoint")
 
 
 def _select(values: dict, key: str) -> Any:

@@ -9,7 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from hybridflow.config.model_folder import tensor_shapes
-from hybridflow.config.schema import Config, ConfigError
+from hybridflow.config.schema import Config, ConfigError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ def check_data(config: Config) -> None:
             if settings.kind not in ("model", "http"):
                 load_scorer(ScorerSpec(settings.kind, settings.function, data.task, data.options, name))
     except (DataError, RewardError) as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error)) from error
     tokenizer = _tokenizer(config.model_path("actor"))
     _check_same_tokens(config, tokenizer.get_vocab())
     for name, role in config.scoring_roles().items():
@@ -50,7 +50,7 @@ def check_data(config: Config) -> None:
         if warm_start.steps:
             source.demonstration(problems[0])
     except DataError as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error)) from error
     answer = problems[0].answer
     for name, settings in config.scores().items():
         if settings.kind == "last_integer" and not re.fullmatch(r"\s*[+-]?\d+\s*", answer):
@@ -72,7 +72,7 @@ def _check_head(config: Config, name: str) -> None:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(fields, trust_remote_code=trust)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"roles.{name}.model.path={folder} is no classifier of transformers: {_one_line(error)}") from error
+        raise ConfigError(f"roles.{name}.model.path={folder} is no classifier of transformers: {one_line(error)}") from error
     stored = tensor_shapes(Path(folder))
     missing = [key for key in model.state_dict() if not key.startswith(f"{model.base_model_prefix}.") and key not in stored]
     if missing:
@@ -88,7 +88,7 @@ def _tokenizer(folder: str, trust: bool = False) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:  # what transformers raises for broken files
-        raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded: {_one_line(error)}") from error
+        raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded: {one_line(error)}") from error
 
 
 def _check_same_tokens(config: Config, vocabulary: dict[str, int]) -> None:
@@ -104,7 +104,3 @@ def _check_same_tokens(config: Config, vocabulary: dict[str, int]) -> None:
                 f"roles.{name}.model.path={folder} has other tokens than the actor's {actors}:"
                 f" use {f'roles.{name}.retokenize=auto' if name in scoring else 'a model with the same tokenizer'}"
             )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

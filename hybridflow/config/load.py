@@ -22,6 +22,7 @@ from hybridflow.config.schema import (
     ReferenceConfig,
     RewardConfig,
     TrainedConfig,
+    one_line,
 )
 
 # Keys that users of other trainers reach for, or that name what this version cannot do yet.
@@ -78,7 +79,7 @@ def _read(path: str | Path) -> DictConfig:
     try:
         raw = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {_one_line(error)}") from error
+        raise ConfigError(f"config file {path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(raw, DictConfig):
         raise ConfigError(f"config file {path} holds a {type(raw).__name__}: write sections of key: value")
     return raw
@@ -92,7 +93,7 @@ def _merge_overrides(raw: DictConfig, overrides: list[str]) -> DictConfig:
         try:
             raw = OmegaConf.merge(raw, OmegaConf.from_dotlist([override]))
         except (yaml.YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list over a section
-            raise ConfigError(f"override {override!r} cannot be read: {_one_line(error)}") from error
+            raise ConfigError(f"override {override!r} cannot be read: {one_line(error)}") from error
     return raw
 
 
@@ -195,7 +196,3 @@ def _expected(hint: Any, in_list: bool = False) -> str:
     if is_dataclass(hint):
         return "a section of key: value"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

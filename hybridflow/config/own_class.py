@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from hybridflow.config.schema import ConfigError
+from hybridflow.config.schema import ConfigError, one_line
 
 
 def load_role(key: str, path: str, methods: tuple[str, ...]) -> type:
@@ -37,8 +37,8 @@ def load_class(key: str, path: str, methods: tuple[str, ...]) -> type:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script that ends itself would end the command without a word
-        what = " ".join(str(error).split())
-        raise ConfigError(f"{key}={path!r}: importing {module_name} failed: {type(error).__name__}: {what}") from error
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{key}={path!r}: importing {module_name} failed: {what}") from error
     found = getattr(module, name, None)
     if not isinstance(found, type):
         names = sorted(n for n, value in vars(module).items() if isinstance(value, type) and value.__module__ == module_name)

@@ -14,6 +14,7 @@ from typing import Any
 from hybridflow.checkpoints.resume import find_start
 from hybridflow.config.cluster_checks import check_cluster, check_launcher
 from hybridflow.config.data_checks import check_data
+from hybridflow.config.folders import check_paths
 from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.model_folder import check_model_folder, expected_tensors
 from hybridflow.config.own_class import load_class, load_role
@@ -132,7 +133,7 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
             check_classifier(config, role)
     if run_folder:
         start = find_start(config)
-        check_run_folder(Path(config.run.dir), config.run.overwrite or start.own or start.restarts)
+        check_run_folder(Path(config.run.dir), config.run.overwrite or start.own or start.restarts, start.broken)
         check_space(Path(config.run.dir), _export_bytes(config, models["actor"]))
     check_data(config)
     if config.run.replay:
@@ -158,6 +159,7 @@ def check_shapes(config: Config) -> dict[str, HFConfig]:
     """
     _check_not_yet(config)
     _check_numbers(config)
+    check_paths(config)
     check_launcher(config)
     check_cluster(config)
     _check_offload(config)

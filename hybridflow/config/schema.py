@@ -31,6 +31,11 @@ class ConfigError(ValueError):
     """The configuration or an input that it names is wrong; the message is one line that says which key to change."""
 
 
+def one_line(error: Exception) -> str:
+    """What an exception says, for a ConfigError's single line."""
+    return " ".join(str(error).split())
+
+
 def free() -> Any:
     """A section whose keys belong to another library or to a task."""
     return field(default_factory=dict)

@@ -43,8 +43,14 @@ def convert_gguf(source: str | Path, destination: str | Path, dtype: str = "bflo
     file = find_gguf(source)
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    except Exception as error:  # transformers' reader has no error of its own: a broken file may end in any
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConversionError(
+            f"{file} cannot be read ({what}): is it complete, and of an architecture transformers knows?"
+        ) from error
     _plain(model.to(DTYPES[dtype])).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     try:

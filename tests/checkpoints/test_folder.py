@@ -39,9 +39,11 @@ def truncate(path):
         (lambda path: (path / "actor" / "__0_0.distcp").unlink(), "step-3: actor/__0_0.distcp is missing"),
         (lambda path: (path / "complete.json").unlink(), "step-3 has no complete.json: it was not written to its end"),
         (lambda path: (path / "complete.json").write_text('{"st'), "complete.json is not valid JSON"),
+        (lambda path: (path / "complete.json").write_text("[]"), "complete.json says nothing of step: it is damaged"),
+        (lambda path: (path / "complete.json").write_text('{"step": 3}'), "complete.json says nothing of roles"),
         (lambda path: path.rename(path.parent / ".step-3.partial"), ".step-3.partial was not written to its end"),
     ],
-    ids=["truncated", "file-missing", "marker-missing", "marker-cut", "partial"],
+    ids=["truncated", "file-missing", "marker-missing", "marker-cut", "marker-list", "marker-lacks", "partial"],
 )
 def test_a_half_written_one_is_never_taken_for_whole(tmp_path, harm, what):
     write(tmp_path, 2)

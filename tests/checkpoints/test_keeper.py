@@ -212,3 +212,45 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path, con
     make_run(unsaved)
     with pytest.raises(ConfigError, match="holds a run already"):  # its results would be lost
         check(unsaved)
+
+
+def edit(checkpoint: Path, name: str, text: str) -> None:
+    """Change a file of a checkpoint and what its marker says of it."""
+    (checkpoint / name).write_text(text)
+    about = json.loads((checkpoint / "complete.json").read_text())
+    about["files"][name] = len(text)
+    (checkpoint / "complete.json").write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.json", "{", "run.json is not valid JSON"),
+        ("run.json", "{}", "run.json lacks run and records: it is damaged, use another checkpoint"),
+        ("models.yaml", "", "models.yaml lacks path, model or dtype of the actor: it is damaged, use another"),
+        ("models.yaml", "actor: 5", "models.yaml lacks path, model or dtype of the actor"),
+        ("config.yaml", "{", "config.yaml of an earlier run cannot be read (while parsing"),
+        ("config.yaml", "- a", "config.yaml of an earlier run holds no sections"),
+        ("config.yaml", "5", "config.yaml of an earlier run cannot be read"),
+    ],
+)
+def test_damage_is_seen_before_the_start(tmp_path, saved, name, text, message):
+    edit(tmp_path / "run" / "checkpoints" / "step-4", name, text)
+    with pytest.raises(ConfigError) as caught:
+        find_start(load(saved, PPO))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_whose_checkpoints_are_damaged_is_not_thrown_away(tmp_path, saved):
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        (checkpoint / "actor" / "__0_0.distcp").write_bytes(b"")
+    start = find_start(load(saved, PPO))
+    assert not start.restarts and start.checkpoint is None
+    with pytest.raises(ConfigError, match=r"holds a run, and no whole checkpoint to go on from: .*distcp has 0 bytes, not"):
+        check(load(saved, PPO))
+
+
+def test_a_file_is_no_checkpoint(tmp_path, config):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.resume=.*file is no whole checkpoint"):
+        find_start(load(config, [f"run.resume={tmp_path}/file"]))

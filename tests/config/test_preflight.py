@@ -1,6 +1,7 @@
 """What is refused before a start, with its exact message; what is fine passes."""
 
 import json
+import os
 import re
 import shutil
 
@@ -216,6 +217,12 @@ def test_passes_with(tmp_path, model, overrides):
         ),
         (["roles.actor.cp=2"], "roles.actor.cp=2 is not supported yet: use 1"),
         (["run.save_every=5", "run.keep_checkpoints=-1"], "run.keep_checkpoints=-1 is too small: use at least 0"),
+        (["model.path=''"], "model.path is empty: give a path"),
+        (["data={source: file, path: ''}"], "data.path is empty: give a path"),
+        (
+            ["run.dir=~root/x"],
+            "run.dir=~root/x: only a shell knows what ~ stands for: write " + os.path.expanduser("~root/x"),
+        ),
         (["run.resume=last"], "run.resume=last is no whole checkpoint (last does not exist): use auto, never, or its folder"),
         (["roles.actor.tp=0"], "roles.actor.tp=0 is too small: use at least 1"),
         (["batch.prompts=0"], "batch.prompts=0 is too small: use at least 1"),
@@ -601,6 +608,23 @@ class TestRunFolder:
         (tmp_path / "file").write_text("")
         text = refused(tmp_path, model, f"run.dir={tmp_path}/file/run")
         assert text == f"run.dir={tmp_path}/file/run: {tmp_path}/file is a file: choose another run.dir"
+
+    @pytest.mark.parametrize(
+        ("folder", "message"),
+        [
+            ("''", "run.dir is empty: give a path"),
+            (".", "run.dir=. names no folder of its own: choose another run.dir"),
+            ("/", "run.dir=/ names no folder of its own: choose another run.dir"),
+            ("{}/dangling", "run.dir={}/dangling is a link to /nowhere/at/all, which is not there: choose another run.dir"),
+        ],
+    )
+    def test_no_folder(self, tmp_path, model, folder, message):
+        (tmp_path / "dangling").symlink_to("/nowhere/at/all")
+        assert refused(tmp_path, model, "run.dir=" + folder.format(tmp_path)) == message.format(tmp_path)
+
+    def test_a_name_that_is_too_long(self, tmp_path, model):
+        text = refused(tmp_path, model, f"run.dir={tmp_path}/{'x' * 300}")
+        assert text.endswith("cannot be looked at (File name too long): give another path")
 
     def test_cannot_be_written(self, tmp_path, model):
         text = refused(tmp_path, model, "run.dir=/proc/hybridflow/run")  # not even root writes there
