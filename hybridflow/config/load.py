@@ -75,11 +75,13 @@ def flat(values: Any, path: str = "") -> dict[str, Any]:
 def _read(path: str | Path) -> DictConfig:
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist")
+        raise ConfigError(f"config file {path} {'is not a file' if path.exists() else 'does not exist'}")
     try:
         raw = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {one_line(error)}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {one_line(error)[:500]}") from error
+    except OSError as error:  # of the file, or OmegaConf's own where there is a single value in it
+        raise ConfigError(f"config file {path} cannot be read ({error}): write sections of key: value") from error
     if not isinstance(raw, DictConfig):
         raise ConfigError(f"config file {path} holds a {type(raw).__name__}: write sections of key: value")
     return raw
@@ -92,7 +94,7 @@ def _merge_overrides(raw: DictConfig, overrides: list[str]) -> DictConfig:
             raise ConfigError(f"override {override!r} is not of the form key=value, such as run.steps=10")
         try:
             raw = OmegaConf.merge(raw, OmegaConf.from_dotlist([override]))
-        except (yaml.YAMLError, OmegaConfBaseException, TypeError) as error:  # TypeError: a list over a section
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:  # TypeError: a list over a section
             raise ConfigError(f"override {override!r} cannot be read: {one_line(error)}") from error
     return raw
 
@@ -172,6 +174,9 @@ def _structured(raw: DictConfig) -> Config:
 
 def _ill_typed(error: ValidationError, raw: DictConfig) -> str:
     key = error.full_key or ""
+    if not key:  # of an interpolation that stands for a whole section OmegaConf does not say where it is
+        what = str(error).partition(" value:")[0].rstrip(".")
+        return f"a section that refers to another by ${{...}} is of another kind ({what}): write out its keys"
     hint: Any = Config
     for part in key.partition("[")[0].split("."):
         hint = get_type_hints(_section(hint))[part] if _section(hint) else dict

@@ -25,7 +25,7 @@ from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS
 from hybridflow.config.score_checks import check_classifier, check_scores
 from hybridflow.config.tracker_checks import check_trackers
 from hybridflow.controller.placement import either
-from hybridflow.rollout.engine_args import check_not_owned
+from hybridflow.rollout.engine_args import LOWEST_TEMPERATURE, check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
 
@@ -64,6 +64,8 @@ _AT_LEAST = {
     "run.hang_minutes": 0,
     "run.max_skipped": 0,
 }
+_SEEDS_BELOW = 2**32  # numpy's, by which vLLM seeds itself
+_MOST_RANKS = 1 << 16  # placements are worked out rank by rank
 _SCORES_AT_LEAST = {"concurrency": 1, "retries": 0, "cache_size": 0}
 _ROLE_AT_LEAST_ONE = ("tp", "pp", "vpp", "cp", "ep", "etp", "forward_micro_batch_tokens")
 
@@ -258,6 +260,20 @@ def _check_numbers(config: Config) -> None:
         raise ConfigError(
             f"sampling.temperature={config.sampling.temperature} must be above 0: training samples are never greedy"
         )
+    if config.sampling.temperature < LOWEST_TEMPERATURE:
+        raise ConfigError(
+            f"sampling.temperature={config.sampling.temperature} is below {LOWEST_TEMPERATURE}, which vLLM would take instead:"
+            f" use at least {LOWEST_TEMPERATURE}"
+        )
+    for key, seed in (("run.seed", config.run.seed), ("data.seed", config.data.seed)):
+        if not 0 <= seed < _SEEDS_BELOW:
+            raise ConfigError(f"{key}={seed} is no seed: use 0 to {_SEEDS_BELOW - 1}")
+    if config.world_size > _MOST_RANKS:
+        c = config.cluster
+        raise ConfigError(
+            f"cluster.nodes={c.nodes} x cluster.ranks_per_node={c.ranks_per_node} = {config.world_size} ranks are more than"
+            f" {_MOST_RANKS}: lower one of them"
+        )
     for key, value in (
         ("sampling.top_p", config.sampling.top_p),
         ("roles.rollout.gpu_memory_utilization", config.roles.rollout.gpu_memory_utilization),
@@ -300,6 +316,8 @@ def _check_optimizer(key: str, o: OptimizerConfig) -> None:
         raise ConfigError(f"{key}.eps={o.eps} must be above 0")
     if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
         raise ConfigError(f"{key}.betas={o.betas} are not two numbers in [0, 1)")
+    if o.schedule != "constant" and o.min_lr > o.lr:
+        raise ConfigError(f"{key}.min_lr={o.min_lr}, down to which the rate is to decay, is above {key}.lr={o.lr}: lower it")
     if o.schedule != "constant" and o.decay_steps <= o.warmup_steps:
         raise ConfigError(
             f"{key}.schedule={o.schedule} needs decay_steps={o.decay_steps} above warmup_steps={o.warmup_steps}:"

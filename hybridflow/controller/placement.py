@@ -5,8 +5,10 @@ directly or through others, form a pool: their processes share one torch.distrib
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,12 +42,16 @@ class Placement:
 
     def within_pool(self, role: str) -> Ranks:
         """The role's ranks as the pool's world numbers them."""
-        pool = self.pool_with(role)
-        return tuple(pool.index(rank) for rank in self.roles[role])
+        places = {rank: place for place, rank in enumerate(self.pool_with(role))}
+        return tuple(places[rank] for rank in self.roles[role])
 
     def on(self, rank: int) -> list[str]:
         """The roles that live on this rank."""
-        return [role for role, ranks in self.roles.items() if rank in ranks]
+        return [role for role, ranks in self._members.items() if rank in ranks]
+
+    @cached_property
+    def _members(self) -> dict[str, frozenset[int]]:
+        return {role: frozenset(ranks) for role, ranks in self.roles.items()}
 
     def named(self) -> list[str]:
         """The roles of every rank, for messages."""
@@ -102,7 +108,7 @@ def parse_ranks(key: str, value: Any, nodes: int, ranks_per_node: int) -> Ranks:
     found = [rank for item in items for rank in _item(key, item, nodes, ranks_per_node)]
     if not found:
         raise ValueError(f"{key}={value} names no rank: {_FORMS}")
-    twice = sorted({rank for rank in found if found.count(rank) > 1})
+    twice = sorted(rank for rank, times in Counter(found).items() if times > 1)
     if twice:
         raise ValueError(f"{key}={value} names rank {twice[0]} twice: leave one out")
     return tuple(sorted(found))
@@ -138,7 +144,7 @@ def _pools(roles: Mapping[str, Ranks], world: int) -> tuple[Ranks, ...]:
     """Sets of ranks that no role reaches beyond, ordered by their first rank."""
     pool_of = {rank: {rank} for rank in range(world)}
     for ranks in roles.values():
-        merged = set().union(*(pool_of[rank] for rank in ranks))
+        merged = set().union(*{id(pool_of[rank]): pool_of[rank] for rank in ranks}.values())
         pool_of |= dict.fromkeys(merged, merged)
     used = {rank for ranks in roles.values() for rank in ranks}
     idle = tuple(rank for rank in range(world) if rank not in used)
@@ -147,7 +153,7 @@ def _pools(roles: Mapping[str, Ranks], world: int) -> tuple[Ranks, ...]:
             f"{_ranks(idle)} of {world} would have no role: name them in some roles.*.ranks, or lower"
             " cluster.ranks_per_node or cluster.nodes"
         )
-    return tuple(sorted({tuple(sorted(pool)) for pool in pool_of.values()}))
+    return tuple(sorted(tuple(sorted(pool)) for pool in {id(pool): pool for pool in pool_of.values()}.values()))
 
 
 def _check_layout(config: "Config", name: str, count: int, needed: int, layout: str) -> None:
@@ -165,7 +171,7 @@ def _check_layout(config: "Config", name: str, count: int, needed: int, layout: 
 def _check_rollout(config: "Config", placement: Placement) -> None:
     """The engines have all ranks of a pool, and each its ranks on one node."""
     role, ranks, pool = config.roles.rollout, placement.roles["rollout"], placement.pool_with("rollout")
-    missing = [rank for rank in pool if rank not in ranks]
+    missing = sorted(set(pool) - set(ranks))
     if missing:
         others = sorted({name for rank in pool for name in placement.on(rank)} - {"rollout"})
         raise ValueError(

@@ -22,14 +22,12 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.rollout import vllm_compat
-from hybridflow.rollout.engine_args import check_not_owned
+from hybridflow.rollout.engine_args import LOWEST_TEMPERATURE, check_not_owned
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-_LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 
 
 @dataclass(frozen=True)
@@ -310,8 +308,8 @@ def _cpu_arguments(hf: HFConfig, own: dict[str, Any], engine_args: dict[str, Any
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    if not sampling.greedy and sampling.temperature < _LOWEST_TEMPERATURE:
-        raise ValueError(f"sampling.temperature={sampling.temperature} is below {_LOWEST_TEMPERATURE}: sample greedily instead")
+    if not sampling.greedy and sampling.temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"sampling.temperature={sampling.temperature} is below {LOWEST_TEMPERATURE}: sample greedily instead")
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"sampling.top_p={sampling.top_p} is outside (0, 1]")
     if sampling.max_tokens < 1:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
+
 # Arguments of vLLM that follow from the job's own keys, or that an engine in the training process depends on.
 _OWNED = {
     "model": "model.path",

@@ -122,6 +122,12 @@ def test_save_and_load_again(path, tmp_path):
         ("roles.critic.tpp=1", "unknown key roles.critic.tpp: did you mean roles.critic.tp?"),
         ("roles.cost.tpp=1", "unknown key roles.cost.tpp: did you mean roles.cost.tp?"),
         ("run.steps=${batch.nope}", "run.steps: Interpolation key 'batch.nope' not found"),
+        (
+            "algorithm=${batch}",
+            "a section that refers to another by ${...} is of another kind (Invalid type assigned: BatchConfig is not a"
+            " subclass of AlgorithmConfig): write out its keys",
+        ),
+        ("run.steps=!!int x", "override 'run.steps=!!int x' cannot be read: invalid literal for int() with base 10: 'x'"),
         ("steps", "override 'steps' is not of the form key=value, such as run.steps=10"),
     ],
 )
@@ -137,6 +143,9 @@ def test_refuses(path, override, message):
         ("- a", "holds a ListConfig"),
         ("run: {steps: 3}", "model.path is not set"),
         ("run: {dir: r, dir: s}", "is not valid YAML"),
+        ("\trun: {dir: r}", "is not valid YAML"),
+        ("5", "cannot be read (Invalid loaded object type: int): write sections of key: value"),
+        ("run: " + "{a: " * 400 + "1" + "}" * 400, "is not valid YAML: "),
     ],
 )
 def test_refuses_files(tmp_path, text, message):
@@ -149,6 +158,8 @@ def test_refuses_files(tmp_path, text, message):
 def test_refuses_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.yaml does not exist$"):
         load(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="is not a file$"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,21 @@ def test_passes_with(tmp_path, model, overrides):
         ),
         (["roles.actor.cp=2"], "roles.actor.cp=2 is not supported yet: use 1"),
         (["run.save_every=5", "run.keep_checkpoints=-1"], "run.keep_checkpoints=-1 is too small: use at least 0"),
+        (
+            ["cluster.ranks_per_node=1000000000"],
+            "cluster.nodes=1 x cluster.ranks_per_node=1000000000 = 1000000000 ranks are more than 65536: lower one of them",
+        ),
+        (["run.seed=-1"], "run.seed=-1 is no seed: use 0 to 4294967295"),
+        (["data.seed=4294967296"], "data.seed=4294967296 is no seed: use 0 to 4294967295"),
+        (
+            ["sampling.temperature=0.001"],
+            "sampling.temperature=0.001 is below 0.01, which vLLM would take instead: use at least 0.01",
+        ),
+        (
+            ["roles.actor.optimizer={lr: 0, min_lr: 1, schedule: linear, decay_steps: 5}"],
+            "roles.actor.optimizer.min_lr=1.0, down to which the rate is to decay, is above roles.actor.optimizer.lr=0.0:"
+            " lower it",
+        ),
         (["model.path=''"], "model.path is empty: give a path"),
         (["data={source: file, path: ''}"], "data.path is empty: give a path"),
         (
