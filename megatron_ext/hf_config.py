@@ -165,12 +165,19 @@ class HFConfig:
         Raises:
             UnsupportedModel: the folder or file is missing, or a field's value isn't supported.
         """
-        return cls.from_dict(read_fields(folder), str(Path(folder) / "config.json"), head)
+        path, fields = str(Path(folder) / "config.json"), read_fields(folder)
+        found = cls.from_dict(fields, path, head)
+        if "model_type" not in fields:  # by which transformers, and with it vLLM, knows how to read the rest
+            raise UnsupportedModel(f"{path}: field model_type is missing: it is {found.family!r} of {found.architecture}")
+        return found
 
     @classmethod
     def from_dict(cls, fields: dict, where: str = "config.json", head: Head = "lm") -> "HFConfig":
         architecture, head_stored = _architecture(fields, where, head)
         family = ARCHITECTURES[architecture]
+        if fields.get("model_type", family) != family:
+            kind = fields["model_type"]
+            raise UnsupportedModel(f"{where}: model_type={kind!r}, but {architecture} is of {family}: which of them is it?")
         _check_kinds(fields, where, _SIZES | (_SIZES_MOE if family in _MOE_NAMES else set()))
         _refuse(fields, where, family)
         try:

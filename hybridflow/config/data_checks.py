@@ -28,16 +28,17 @@ def check_data(config: Config) -> None:
 
     from hybridflow.data.problems import DataError
     from hybridflow.data.sources import open_entries, open_source
-    from hybridflow.rewards.scorers import RewardError, ScorerSpec, load_scorer
+    from hybridflow.rewards.scorers import INTEGER, RewardError, ScorerSpec, load_scorer
 
     try:
-        open_entries(data)
+        entries = open_entries(data)
         for name, settings in config.scores().items():
             if settings.kind not in ("model", "http"):
                 load_scorer(ScorerSpec(settings.kind, settings.function, data.task, data.options, name))
     except (DataError, RewardError) as error:
         raise ConfigError(one_line(error)) from error
     tokenizer = _tokenizer(config.model_path("actor"))
+    _check_ends(config.model_path("actor"))
     _check_same_tokens(config, tokenizer.get_vocab())
     for name, role in config.scoring_roles().items():
         if role.backend == "hf":
@@ -46,15 +47,18 @@ def check_data(config: Config) -> None:
         source = open_source(
             data, tokenizer, config.sampling.max_prompt_tokens, config.evaluation.problems, warm_start.correct_fraction
         )
+        if data.source == "file":  # a task makes its entries one by one, of one kind
+            source.check(warm_start.steps > 0)
         problems, _ = source.take(0, 1)
-        if warm_start.steps:
-            source.demonstration(problems[0])
+        tokens = problems[0].prompt_tokens + (source.demonstration(problems[0]) if warm_start.steps else [])
     except DataError as error:
         raise ConfigError(one_line(error)) from error
-    answer = problems[0].answer
+    _check_vocabulary(config, tokenizer, tokens)
+    answers = (entries[n].answer for n in range(len(entries))) if data.source == "file" else (problems[0].answer,)
     for name, settings in config.scores().items():
-        if settings.kind == "last_integer" and not re.fullmatch(r"\s*[+-]?\d+\s*", answer):
-            raise ConfigError(f"{name}.kind=last_integer needs integer answers, not {answer!r}: use task or function")
+        other = next((a for a in answers if not re.fullmatch(INTEGER, a)), None) if settings.kind == "last_integer" else None
+        if other is not None:
+            raise ConfigError(f"{name}.kind=last_integer needs integer answers, not {other!r}: use task or function")
     for key in ("prompt_template", "response_template"):
         template = getattr(data, key)
         if not any(field for _, field, _, _ in Formatter().parse(template)):
@@ -71,7 +75,7 @@ def _check_head(config: Config, name: str) -> None:
         fields = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(fields, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # whatever comes of broken files, or of the folder's own code
         raise ConfigError(f"roles.{name}.model.path={folder} is no classifier of transformers: {one_line(error)}") from error
     stored = tensor_shapes(Path(folder))
     missing = [key for key in model.state_dict() if not key.startswith(f"{model.base_model_prefix}.") and key not in stored]
@@ -87,8 +91,36 @@ def _tokenizer(folder: str, trust: bool = False) -> "PreTrainedTokenizerBase":
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:  # what transformers raises for broken files
-        raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded: {one_line(error)}") from error
+    except Exception as error:  # whatever comes of broken files in transformers
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded ({what})") from error
+
+
+def _check_ends(folder: str) -> None:
+    """What ends a response is named by a generation config that can be read."""
+    from transformers import GenerationConfig
+
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return
+    try:
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    except Exception as error:  # whatever comes of a file of another kind
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}: copy it again, or remove it") from error
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and type(end) is not int:
+            raise ConfigError(f"{path}: eos_token_id={ends!r} is not a token's number or a list of them")
+
+
+def _check_vocabulary(config: Config, tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> None:
+    """A problem's tokens are tokens of the model, of which the tokenizer may have fewer or, unused, more."""
+    size, folder = config.read_model("actor").vocab_size, config.model_path("actor")
+    if tokens and max(tokens) >= size:
+        token = tokenizer.convert_ids_to_tokens(max(tokens))
+        raise ConfigError(
+            f"model folder {folder}: its tokenizer's token {token!r} has the number {max(tokens)}, but config.json's"
+            f" vocab_size={size}: are they of different models?"
+        )
 
 
 def _check_same_tokens(config: Config, vocabulary: dict[str, int]) -> None:

@@ -1,6 +1,7 @@
 """Checks of where rewards and costs come from: the sections `reward` and `cost`, and the models that score."""
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -72,7 +73,7 @@ def check_classifier(config: Config, role: str) -> None:
 def _check_url(key: str, url: str) -> None:
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", url)
     except ValueError:  # a port that is no number, brackets that don't close
         usable = False
     if not usable:

@@ -59,7 +59,7 @@ def _field(row: dict[str, Any], key: str, setting: str, where: str) -> Any:
         if not isinstance(value, dict) or part not in value:
             raise DataError(f"{where}: no column {key!r} ({setting}): there are {', '.join(sorted(row))}")
         value = value[part]
-    if value is None:
+    if value is None or (setting == "data.prompt_key" and isinstance(value, str) and not value.strip()):
         raise DataError(f"{where}: column {key!r} ({setting}) is empty")
     return value
 
@@ -83,7 +83,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # also what is not UTF-8, a number of thousands of digits
                 raise DataError(f"{path}, line {number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: want an object with named fields, not {row!r:.60}")
@@ -94,5 +94,5 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a valid parquet file: {error}") from error

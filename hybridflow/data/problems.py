@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridflow.data.tokenizer import encode
+from hybridflow.data.tokenizer import encode, without_token
 
 OVERSHOOT = "+1"  # what a weak teacher adds to a right answer
 _EVALUATION = 2**32 - 1  # the "epoch" of the evaluation split's order
@@ -95,7 +95,7 @@ class Source:
             raise DataError(f"{entries.name} holds no problems")
         if not 0 <= correct_fraction <= 1:
             raise DataError(f"warm_start.correct_fraction={correct_fraction} must lie between 0 and 1")
-        self.dropped = 0  # prompts that `take` found too long, each time it met one
+        self.dropped = 0  # prompts that `take` found too long, or without a token, each time it met one
         self._entries, self._tokenizer, self._templates = entries, tokenizer, templates
         self._max_prompt_tokens, self._correct_fraction, self._seed = max_prompt_tokens, correct_fraction, seed
         self._orders: dict[int, np.ndarray] = {}
@@ -129,6 +129,39 @@ class Source:
                 )
         return problems, position
 
+    def check(self, demonstrated: bool) -> None:
+        """Whether every entry can be rendered, without encoding all of them: of each order of roles one entry goes through the
+        chat template, and all characters that occur through the tokenizer.
+
+        Args:
+            demonstrated: responses are taught as well (`demonstration`).
+
+        Raises:
+            DataError: one can't; names the row, the field or the characters.
+        """
+        orders, characters = set(), set()
+        for number in range(self.size):
+            entry = self._entries[number]
+            fields = entry.question, entry.answer, entry.metadata
+            try:
+                if entry.messages is None:
+                    characters |= set(_fill(self._templates.prompt, "data.prompt_template", *fields))
+                if demonstrated:
+                    characters |= set(_fill(self._templates.response, "data.response_template", *fields))
+            except DataError as error:
+                raise DataError(f"{self._entries.name}, row {number + 1}: {error}") from error
+            order = tuple(message["role"] for message in entry.messages or ())
+            characters |= {c for message in entry.messages or () for c in message["content"]}
+            if order not in orders:
+                orders.add(order)
+                self._render(entry, number)
+        missing = without_token(self._tokenizer, characters)
+        if missing:
+            raise DataError(
+                f"{self._entries.name}: the tokenizer has no token for {missing[:10]}: change data.prompt_template or"
+                " data.response_template, or use a model whose tokenizer has them"
+            )
+
     def demonstration(self, problem: Problem) -> list[int]:
         """Tokens of a response to learn from, the end-of-text token included.
 
@@ -136,6 +169,11 @@ class Source:
         knows the answer but doesn't stop there: it goes on with "+1", so that its last integer is wrong (unless the answer
         is 1). A policy that learns from it knows how to answer and mostly doesn't.
         """
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                "the model's tokenizer has no end-of-text token, with which a taught response ends: name its eos_token in"
+                " tokenizer_config.json, or set warm_start.steps=0"
+            )
         text = _fill(self._templates.response, "data.response_template", problem.question, problem.answer, problem.metadata)
         if random.Random(f"{self._seed} {problem.index} {problem.prompt}").random() >= self._correct_fraction:
             text += OVERSHOOT
@@ -147,7 +185,7 @@ class Source:
         problem = self._render(entry, position)
         if problem.question in self._held_out or problem.prompt in self._held_out:
             return None
-        if len(problem.prompt_tokens) > self._max_prompt_tokens:
+        if not 0 < len(problem.prompt_tokens) <= self._max_prompt_tokens:
             self.dropped += 1
             return None
         return problem
@@ -157,7 +195,7 @@ class Source:
         for place in range(self.size if count else 0):
             problem = self._render(self._entries[int(self._order(_EVALUATION)[place])], len(problems))
             seen = problem.question in self._held_out or problem.prompt in self._held_out
-            if not seen and len(problem.prompt_tokens) <= self._max_prompt_tokens:
+            if not seen and 0 < len(problem.prompt_tokens) <= self._max_prompt_tokens:
                 problems.append(problem)
                 self._held_out |= {problem.question, problem.prompt}
             if len(problems) == count:
@@ -186,12 +224,22 @@ class Source:
         if templates.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": templates.system}, *messages]
         if tokenizer.chat_template:
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            prompt = self._in_chat(messages)
             tokens = _encode(tokenizer, prompt)
         else:
             prompt = _plain(messages, entry.messages is not None)
             tokens = _encode(tokenizer, prompt, special=True)
         return Problem(index, entry.question, prompt, tokens, entry.answer, entry.metadata, messages)
+
+    def _in_chat(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template raises what it likes, such as for a system prompt that it does not take
+            roles, what = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
+            raise DataError(
+                f"{self._entries.name}: the model's chat template refuses messages of {roles} ({what}): change the data,"
+                " data.system_prompt, or the template in the model's folder"
+            ) from error
 
 
 def _plain(messages: list[dict[str, str]], from_file: bool) -> str:
@@ -214,5 +262,5 @@ def _fill(template: str, key: str, question: str, answer: str, metadata: dict[st
         return template.format_map(fields)
     except KeyError as error:
         raise DataError(f"{key}={template!r} has no field {error.args[0]!r} to fill in: there are {sorted(fields)}") from error
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise DataError(f"{key}={template!r} is not a valid format string: {error}") from error

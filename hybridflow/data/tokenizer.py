@@ -51,3 +51,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
             " or use a model whose tokenizer has them"
         )
     return tokens
+
+
+def without_token(tokenizer: PreTrainedTokenizerBase, characters: set[str]) -> list[str]:
+    """Those of `characters` that the tokenizer leaves out or takes for its unknown token. Spaces may be left out on purpose."""
+    seen = sorted(c for c in characters if c.isprintable() and not c.isspace() and c not in (tokenizer.unk_token or ""))
+    return [c for c in seen if tokenizer(c, add_special_tokens=False)["input_ids"] in ([], [tokenizer.unk_token_id])]

@@ -4,6 +4,7 @@ Light on imports: the pool's worker processes import this module and no torch.
 """
 
 import importlib.util
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+INTEGER = r"\s*[-+]?\d+\s*"
 Item = tuple[str, str, str, dict[str, Any]]  # prompt, response, answer, metadata
 Scorer = Callable[[str, str, str, dict[str, Any]], float]
 
@@ -55,7 +57,7 @@ def last_integer(prompt: str, response: str, answer: str, metadata: dict[str, An
     """
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", response)
     found = re.findall(r"(?<![\w)\]])(?<![\d)\]] )-\d+|\d+", text)
-    if not re.fullmatch(r"\s*[-+]?\d+\s*", answer):
+    if not re.fullmatch(INTEGER, answer):
         raise RewardError(f"reward.kind=last_integer needs integer answers, not {answer!r}: use reward.kind=task or function")
     return float(bool(found) and int(found[-1]) == int(answer))
 
@@ -100,4 +102,22 @@ def _load_function(path: str, key: str) -> Scorer:
     if not callable(function):
         names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
         raise RewardError(f"{key}={path!r}: {file} has no function {name}: there are {', '.join(names) or 'none'}")
+    why = _not_callable_so(function)
+    if why:
+        raise RewardError(f"{key}={path!r}: {name} cannot be called as {name}(prompt, response, answer, metadata): {why}")
     return function
+
+
+def _not_callable_so(function: Callable) -> str:
+    """Why a call would fail every time; empty where it need not."""
+    if inspect.iscoroutinefunction(function):
+        return "it is async, and what it returns is no number"
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of Python's own have none
+        return ""
+    try:
+        signature.bind("prompt", "response", "answer", {})
+    except TypeError as error:
+        return f"it takes {signature} ({error})"
+    return ""

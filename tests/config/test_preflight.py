@@ -530,6 +530,75 @@ class TestModelFolder:
             f"model folder {folder}: model.embed_tokens.weight has shape [110, 64], but config.json asks for [111, 64]"
         )
 
+    def test_weights_that_the_config_has_no_place_for(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+        assert refused(tmp_path, folder) == (
+            f"model folder {folder} has the tensor model.layers.2.input_layernorm.weight, which its config.json has no place"
+            " for (architectures=Qwen2ForCausalLM, num_hidden_layers=2): is it of another model?"
+        )
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+        assert "has the tensor model.layers.0.self_attn.k_proj.bias, which" in refused(tmp_path, folder)
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+        assert "model_type='llama', but Qwen2ForCausalLM is of qwen2" in refused(tmp_path, folder)
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "model_type"}))
+        assert "field model_type is missing: it is 'qwen2' of Qwen2ForCausalLM" in refused(tmp_path, folder)
+
+    def test_weights_of_another_kind(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        file = folder / "model.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data.replace(b'"F32"', b'"I32"'))
+        assert "is of dtype I32: use one of F64, F32, F16, BF16" in refused(tmp_path, folder)
+        file.write_bytes(data.replace(b'"F32"', b'"F64"'))
+        assert re.search(r"of shape \[.*\] and F64 has \d+ bytes: copy it again", refused(tmp_path, folder))
+
+    def test_an_index_that_names_the_wrong_file(self, tmp_path):
+        folder = write_model(tmp_path / "m", shards=2)
+        index = folder / "model.safetensors.index.json"
+        placed = json.loads(index.read_text())["weight_map"]
+        name = "model.norm.weight"
+        other = next(file for file in placed.values() if file != placed[name])
+        index.write_text(json.dumps({"weight_map": placed | {name: other}}))
+        assert f"by model.safetensors.index.json, {name} is in {other}, which lacks it: copy both" in refused(tmp_path, folder)
+        index.write_text(json.dumps({"weight_map": {k: v for k, v in placed.items() if k != name}}))
+        assert f"lacks the tensor {name}" in refused(tmp_path, folder)
+
+    def test_a_link_to_nothing(self, tmp_path):
+        folder = write_model(tmp_path / "m")
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").symlink_to("../blobs/abc")
+        text = f"{folder}/model.safetensors is a link to ../blobs/abc, which is not there: copy what it stands for"
+        assert refused(tmp_path, folder) == text
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("generation_config.json", "{", "generation_config.json cannot be read"),
+            ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id='2' is not a token's number or a list of them"),
+            ("tokenizer_config.json", "null", "has a tokenizer that cannot be loaded (AttributeError: "),
+            ("tokenizer_config.json", '{"eos_token": 5}', "has a tokenizer that cannot be loaded ("),
+        ],
+    )
+    def test_what_is_read_once_the_roles_are_built(self, tmp_path, name, text, message):
+        folder = write_model(tmp_path / "m")
+        (folder / name).write_text(text)
+        assert message in refused(tmp_path, folder)
+
+    def test_tokens_beyond_the_vocabulary(self, tmp_path):
+        folder = write_model(tmp_path / "m", vocab_size=103)
+        check(tmp_path, folder, "warm_start.steps=1")
+        fields = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "<end>"}))
+        check(tmp_path, folder)
+        assert refused(tmp_path, folder, "warm_start.steps=1") == (
+            f"model folder {folder}: its tokenizer's token '<end>' has the number 103, but config.json's vocab_size=103:"
+            " are they of different models?"
+        )
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": None}))
+        assert "has no end-of-text token, with which a taught response ends" in refused(tmp_path, folder, "warm_start.steps=1")
+
     def test_untied_needs_an_output_layer(self, tmp_path):
         folder = write_model(tmp_path / "m")
         config = json.loads((folder / "config.json").read_text())
@@ -660,6 +729,60 @@ class TestData:
         )
         file.write_text("not json\n")
         assert f"{file}, line 1: not valid JSON" in refused(tmp_path, model, *source)
+
+    @pytest.mark.parametrize(
+        ("row", "overrides", "message"),
+        [
+            ({"prompt": "  "}, [], "row 8: column 'prompt' (data.prompt_key) is empty"),
+            ({"prompt": "7 \u00e9"}, [], "the tokenizer has no token for ['\u00e9']"),
+            ({"answer": "word"}, [], "reward.kind=last_integer needs integer answers, not 'word'"),
+            ({}, ["data.prompt_template='{hint}'"], "row 8: data.prompt_template='{hint}' has no field 'hint' to fill in"),
+            ({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, [], "needs a chat template"),
+        ],
+    )
+    def test_one_row_of_many(self, tmp_path, model, row, overrides, message):
+        rows = [{"prompt": f"{n}+1", "answer": n + 1, "hint": "h"} for n in range(20)]
+        rows[7] = {"prompt": "7+1", "answer": 8} | row
+        file = tmp_path / "x.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer", "evaluation.problems=0"]
+        assert message in refused(tmp_path, model, *source, *overrides)
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            ("{% for %}", "the model's chat template refuses messages of user (Expected an expression"),
+            (
+                "{{ raise_exception('no') }}",
+                "refuses messages of user (no): change the data, data.system_prompt, or",
+            ),
+        ],
+    )
+    def test_a_chat_template_that_refuses(self, tmp_path, template, message):
+        folder = write_model(tmp_path / "m")
+        (folder / "chat_template.jinja").write_text(template)
+        assert message in refused(tmp_path, folder)
+
+    @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+    def test_json_that_python_cannot_hold(self, tmp_path, model, text):
+        file = tmp_path / "x.jsonl"
+        file.write_text(text + "\n")
+        source = [f"data={{source: file, path: '{file}'}}", "reward.kind=last_integer"]
+        assert f"{file}, line 1: not valid JSON" in refused(tmp_path, model, *source)
+
+    @pytest.mark.parametrize(
+        ("code", "message"),
+        [
+            ("def score(prompt): return 1.0", "it takes (prompt) (too many positional arguments)"),
+            ("def score(prompt, *, response, answer, metadata): return 1", "it takes (prompt, *, response, answer, metadata)"),
+            ("async def score(prompt, response, answer, metadata): return 1.0", "it is async"),
+        ],
+    )
+    def test_a_reward_function_that_could_not_be_called(self, tmp_path, model, code, message):
+        file = tmp_path / "rewards.py"
+        file.write_text(code + "\n")
+        text = refused(tmp_path, model, f"reward={{kind: function, function: '{file}:score'}}")
+        assert f"score cannot be called as score(prompt, response, answer, metadata): {message}" in text
 
     def test_a_path_that_would_not_be_used(self, tmp_path, model):
         assert refused(tmp_path, model, "data.path=x.jsonl") == "data.path=x.jsonl would not be used: set data.source=file"
