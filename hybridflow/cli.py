@@ -105,6 +105,8 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from hybridflow.torchrun import plan
 
         device = _device_here(config)
+        if config.cluster.device == "cpu":
+            check_devices(config)
         _show_memory(config, models, device)
         if device == "cuda":
             _show_forecast(config, models)

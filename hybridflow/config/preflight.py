@@ -14,8 +14,9 @@ from typing import Any
 from hybridflow.checkpoints.resume import find_start
 from hybridflow.config.cluster_checks import check_cluster, check_launcher
 from hybridflow.config.data_checks import check_data
+from hybridflow.config.engine_checks import check_engine_arguments, check_engine_on_cpu
 from hybridflow.config.folders import check_paths
-from hybridflow.config.library_fields import check_library_field
+from hybridflow.config.library_fields import check_library_field, check_transformer_config
 from hybridflow.config.model_folder import check_model_folder, expected_tensors
 from hybridflow.config.own_class import load_class, load_role
 from hybridflow.config.replay import check_replay
@@ -25,13 +26,9 @@ from hybridflow.config.schema import ALGORITHM_METHODS, ALGORITHMS, ROLE_METHODS
 from hybridflow.config.score_checks import check_classifier, check_scores
 from hybridflow.config.tracker_checks import check_trackers
 from hybridflow.controller.placement import either
-from hybridflow.rollout.engine_args import LOWEST_TEMPERATURE, check_not_owned
+from hybridflow.rollout.engine_args import LOWEST_TEMPERATURE
 from hybridflow.rollout.tiles import check_tp
 from megatron_ext.hf_config import HFConfig, UnsupportedModel
-
-# vLLM's attention on CPU is built for these sizes of a head.
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_EXPERTS_HIDDEN_MULTIPLE = 32  # and its experts for hidden sizes that are multiples of this
 
 # Smallest allowed values; the type checks are done when the file is read.
 _AT_LEAST = {
@@ -108,6 +105,20 @@ _OWNED_BY_US = {
         "moe_router_topk": "model.path",
         "moe_router_pre_softmax": "model.path",
         "moe_router_score_function": "model.path",
+        "normalization": "model.path",
+        "layernorm_epsilon": "model.path",
+        "layernorm_zero_centered_gamma": "model.path",
+        "gated_linear_unit": "model.path",
+        "activation_func": "model.path",
+        "add_bias_linear": "model.path",
+        "add_qkv_bias": "model.path",
+        "qk_layernorm": "model.path",
+        "multi_latent_attention": "model.path",
+        "rotary_interleaved": "model.path",
+        "softmax_scale": "model.path",
+        "mtp_num_layers": "model.path",
+        "fp16": "dtype",
+        "pipeline_dtype": "dtype",
     },
     "engine_args": {
         "tensor_parallel_size": "tp",
@@ -143,6 +154,8 @@ def check(config: Config, run_folder: bool = True) -> dict[str, HFConfig]:
     if ":" in config.algorithm.name:
         load_class("algorithm.name", config.algorithm.name, ALGORITHM_METHODS)
     for name, role in config.megatron_roles().items():
+        if role.megatron:
+            check_transformer_config(config, name, models[name])
         if role.implementation:
             load_role(f"roles.{name}.implementation", role.implementation, ROLE_METHODS.get(name, ()))
     return models
@@ -193,7 +206,7 @@ def check_devices(config: Config) -> str:
             f"cluster.ranks_per_node={ranks} but torch can use {gpus} GPUs on this machine: lower it, or set cluster.device=cpu"
         )
     if device == "cpu":
-        _check_engine_on_cpu(config.model_path("actor"), _read_model(config, "actor"))
+        check_engine_on_cpu(config, _read_model(config, "actor"))
     return device
 
 
@@ -223,17 +236,6 @@ def check_memory(config: Config, models: Mapping[str, HFConfig], device: str) ->
     plan = memory_plan(config, models, gpu_total())
     check_fits(config, models, plan, psutil.virtual_memory().total)
     return plan.render()
-
-
-def _check_engine_on_cpu(folder: str, hf: HFConfig) -> None:
-    if hf.head_dim not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        raise ConfigError(f"model.path={folder}: head size {hf.head_dim} is not one of vLLM's on CPU ({sizes})")
-    if hf.is_moe and hf.hidden_size % CPU_EXPERTS_HIDDEN_MULTIPLE:
-        raise ConfigError(
-            f"model.path={folder}: hidden_size={hf.hidden_size} is not a multiple of {CPU_EXPERTS_HIDDEN_MULTIPLE},"
-            " as vLLM's experts on CPU need it"
-        )
 
 
 def _check_not_yet(config: Config) -> None:
@@ -404,10 +406,7 @@ def _check_libraries(config: Config) -> None:
                         f"roles.{name}.{section}.{key} follows from another key: set roles.{name}.{keys[key]} instead"
                     )
                 check_library_field(f"roles.{name}.{section}", key, value)
-    try:
-        check_not_owned(config.roles.rollout.engine_args)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    check_engine_arguments(config.roles.rollout.engine_args)
 
 
 def _read_model(config: Config, role: str) -> HFConfig:

@@ -107,7 +107,7 @@ def _mapping(name: str, text: str, parse: Callable[[str], Any], notes: list[str]
         return {}
     try:
         found = parse(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{name} cannot be read: {str(error).splitlines()[0]}")
         return {}
     if not isinstance(found, dict):
@@ -132,7 +132,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
     """A line's object, which must have a step; None where it has none."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and type(found.get("step")) is int else None
 

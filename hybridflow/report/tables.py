@@ -1,5 +1,6 @@
 """The numbers and texts of a report beside its curves: facts, phases, memory, responses, configuration, versions."""
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -105,8 +106,9 @@ def _step_seconds(run: RunRecord) -> Measured:
     seconds = run.values["step_seconds_median"]
     if seconds is None:
         return NOTHING
-    whole = run.values["seconds"]
-    return seconds, f"{seconds:.3g} s", "median" + (f"; {duration(whole)} in all" if isinstance(whole, int | float) else "")
+    whole = run.values["seconds"]  # as summary.json has it
+    in_all = f"; {duration(whole)} in all" if isinstance(whole, int | float) and math.isfinite(whole) else ""
+    return seconds, f"{seconds:.3g} s", "median" + in_all
 
 
 def _speed(run: RunRecord) -> Measured:

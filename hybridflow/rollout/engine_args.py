@@ -15,11 +15,54 @@ _OWNED = {
     "seed": "run.seed",
 }
 _FIXED = {
-    "distributed_executor_backend", "load_format", "skip_tokenizer_init", "tokenizer", "logprobs_mode", "enable_sleep_mode",
-    "pipeline_parallel_size", "data_parallel_size", "quantization", "generation_config", "disable_log_stats",
-    "speculative_config", "weight_transfer_config", "moe_backend", "kernel_config", "expert_placement_strategy",
-    "enable_eplb", "eplb_config", "enable_elastic_ep",
-}  # fmt: skip
+    "distributed_executor_backend",
+    "load_format",
+    "skip_tokenizer_init",
+    "tokenizer",
+    "logprobs_mode",
+    "enable_sleep_mode",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "quantization",
+    "generation_config",
+    "disable_log_stats",
+    "speculative_config",
+    "weight_transfer_config",
+    "moe_backend",
+    "kernel_config",
+    "expert_placement_strategy",
+    "enable_eplb",
+    "eplb_config",
+    "enable_elastic_ep",
+    "runner",
+    "convert",
+    "worker_cls",
+    "worker_extension_cls",
+    "scheduler_cls",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "device_ids",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "enable_dbo",
+    "enable_lora",
+    "hf_overrides",
+    "hf_config_path",
+    "config_format",
+    "model_weights",
+    "model_class_overrides",
+    "model_impl",
+    "revision",
+    "code_revision",
+    "cpu_offload_gb",
+    "kv_transfer_config",
+    "ec_transfer_config",
+    "enable_prompt_embeds",
+    "tokens_only",
+}
+_FIXED_KINDS = ("data_parallel_", "spec_", "offload_", "_")  # of arguments that begin so  # fmt: skip
 
 
 def check_not_owned(names: Iterable[str]) -> None:
@@ -28,5 +71,5 @@ def check_not_owned(names: Iterable[str]) -> None:
         key = f"roles.rollout.engine_args.{name}"
         if name in _OWNED:
             raise ValueError(f"{key} is set by the trainer: use {_OWNED[name]}")
-        if name in _FIXED:
+        if name in _FIXED or name.startswith(_FIXED_KINDS):
             raise ValueError(f"{key} cannot be changed: an engine inside the training processes depends on it")

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from hybridflow.config import preflight
+from hybridflow.config.library_fields import check_library_field
 from hybridflow.config.load import load
 from hybridflow.config.schema import ConfigError
 from hybridflow.data.tokenizer import character_tokenizer
@@ -271,6 +272,30 @@ def test_passes_with(tmp_path, model, overrides):
         (
             ["roles.rollout.engine_args.max_num_seq=8"],
             "unknown key roles.rollout.engine_args.max_num_seq: did you mean max_num_seqs?",
+        ),
+        (["roles.rollout.engine_args.max_num_seqs=0"], "roles.rollout.engine_args.max_num_seqs=0 is too small: use at least 1"),
+        (
+            ["roles.rollout.engine_args={max_num_seqs: 9, max_num_batched_tokens: 8}"],
+            "roles.rollout.engine_args.max_num_batched_tokens=8 is below max_num_seqs=9, each of which gets a token at a time:"
+            " raise the one or lower the other",
+        ),
+        (
+            ["roles.rollout.engine_args.data_parallel_rank=1"],
+            "roles.rollout.engine_args.data_parallel_rank cannot be changed: an engine inside the training processes depends"
+            " on it",
+        ),
+        (
+            ["roles.actor.megatron.autocast_dtype=x"],
+            "roles.actor.megatron.autocast_dtype='x' must be Optional[torch.dtype], which a config cannot hold: leave it out",
+        ),
+        (
+            ["roles.actor.megatron.gated_linear_unit=false"],
+            "roles.actor.megatron.gated_linear_unit follows from another key: set roles.actor.model.path instead",
+        ),
+        (
+            ["roles.actor.megatron.cpu_offloading=true"],
+            "roles.actor.megatron={'cpu_offloading': True} is refused by Megatron: Currently there is no support for Pipeline"
+            " parallelism with CPU offloading",
         ),
         (
             ["roles.rollout.engine_args.max_model_len=8"],
@@ -829,6 +854,19 @@ class TestDevices:
         monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
         assert preflight.check_devices(load(write_config(tmp_path, model), ["cluster.device=auto"])) == "cuda"
 
+    @pytest.mark.parametrize(
+        ("key", "message"),
+        [
+            ("engine_args.block_size=7", "block_size=7 is not a multiple of 32, as vLLM's attention on CPU has it"),
+            ("engine_args.max_num_batched_tokens=9", "=9 is below the 192 tokens of the longest sequence"),
+            ("gpu_memory_utilization=1e-9", "ranks on a host of .* GB, but one sequence of 192 tokens takes 196,608: raise it"),
+            ("engine_args.kv_cache_memory_bytes=9", "kv_cache_memory_bytes=9 leaves 9 bytes for the KV cache"),
+        ],
+    )
+    def test_an_engine_on_cpu_without_room(self, tmp_path, model, key, message):
+        with pytest.raises(ConfigError, match=message):
+            preflight.check_devices(load(write_config(tmp_path, model), [f"roles.rollout.{key}"]))
+
     def test_head_size_on_cpu(self, tmp_path):
         odd = write_model(tmp_path / "odd", head_dim=48)
         with pytest.raises(ConfigError, match="head size 48 is not one of vLLM's on CPU"):
@@ -845,3 +883,12 @@ def test_a_disk_without_room_for_the_trained_model(tmp_path, monkeypatch):
         ConfigError, match=r"run: 0\.10 GB are free there, but the trained model takes 0\.00 GB and the rest about 0\.1"
     ):
         preflight.check(load(path))
+
+
+@pytest.mark.parametrize(("value", "fits"), [("auto", True), ("fp99", False)])
+def test_literals_that_vllm_names_elsewhere(value, fits):
+    if fits:
+        check_library_field("roles.rollout.engine_args", "kv_cache_dtype", value)
+        return
+    with pytest.raises(ConfigError, match="^roles.rollout.engine_args.kv_cache_dtype='fp99' must be 'auto' or "):
+        check_library_field("roles.rollout.engine_args", "kv_cache_dtype", value)

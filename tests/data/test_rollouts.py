@@ -71,17 +71,32 @@ def test_what_is_known_before_the_start(tmp_path, model):
     assert refused().startswith(f"run.replay={earlier} holds no responses (") and "run.save_rollouts=true?" in refused()
     earlier.mkdir()
     save(config, earlier / "config.yaml")
-    save_rollouts(earlier, 1, [samples(2)], VOCABULARY)
+    save_rollouts(earlier, 1, [samples(32)], VOCABULARY)
     assert refused() == f"run.replay={earlier} has the responses of 1 steps, but run.steps=2: use at most 1"
-    save_rollouts(earlier, 2, [samples(2)], VOCABULARY)
+    save_rollouts(earlier, 2, [samples(32)], VOCABULARY)
     check(config)
     config.data.options["max_terms"] = 3
     assert "there data.options={'max_terms': 2}, here {'max_terms': 3}: make them equal" in refused()
     config.data.options["max_terms"], config.batch.prompts = 2, 7
     assert refused().endswith("there batch.prompts=8, here 7: make them equal")
     config.batch.prompts = 8
-    save_rollouts(earlier, 1, [samples(2)], 99)
+    save_rollouts(earlier, 1, [samples(32)], 99)
     assert refused().endswith("has responses in a vocabulary of 99, but the actor's has 110: use its model")
+    save_rollouts(earlier, 1, [samples(31)], VOCABULARY)
+    assert refused().endswith("step-1.safetensors has 31 responses, but a step here has 32: is it damaged?")
+    save_rollouts(earlier, 1, [samples(32)], VOCABULARY)
+    config.algorithm.name = "remax"
+    assert "step-1.safetensors has 1 samplings, but algorithm.name=remax takes 2" in refused()
+    config.algorithm.name = "grpo"
+    whole = step_file(earlier, 2).read_bytes()
+    step_file(earlier, 2).write_bytes(whole[:100])
+    assert "step-2.safetensors is damaged (SafetensorError: " in refused()
+    step_file(earlier, 2).write_bytes(whole.replace(b'"samplings"', b'"samplinks"'))
+    assert "step-2.safetensors is damaged (KeyError: " in refused()
+    step_file(earlier, 2).write_bytes(whole)
+    for text, message in (("{", "cannot be read (while"), ("5", "cannot be read"), ("- a", "holds no sections")):
+        (earlier / "config.yaml").write_text(text)
+        assert f"run.replay={earlier}: its config.yaml {message}" in refused()
     config.run.dir, config.run.overwrite = str(earlier), True
     assert "is this run's own folder: choose another run.dir" in refused()
 

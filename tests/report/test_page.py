@@ -119,6 +119,7 @@ def test_a_run_that_was_killed(run, tmp_path):
     whole = "".join(json.dumps(row) + "\n" for row in broken)
     (killed / "metrics.jsonl").write_text(whole + "[1]\n\0\0\0\n" + lines[-1][:40])
     (killed / "config.yaml").write_text("run: {steps: 9\n")
+    (killed / "versions.json").write_text("[" * 100_000)
     row = json.dumps(sample(1, "train", "p", "a", "half \ud83d of a pair", math.nan))
     (killed / "samples.jsonl").write_text(row + "\n" + "{}\n")
     path = report([killed], None)
@@ -130,8 +131,15 @@ def test_a_run_that_was_killed(run, tmp_path):
     loss = page.chart("Loss of the actor")["series"][0]
     assert [step for step, _ in loss["points"]] == [1, 2, 5, 6] and loss["bad"] == [3, 4]
     assert "killed: no evaluation" in page.sections["learning"] and "placement.txt is not there" in page.sections["placement"]
-    assert "half ? of a pair" in page.sections["samples"] and "versions.json is not there" in page.sections["versions"]
+    assert "half ? of a pair" in page.sections["samples"] and "versions.json cannot be read: maximum recursion" in top
     assert "NaN" not in page.scripts[0] and "Infinity" not in page.scripts[0]
+
+
+def test_a_summary_of_no_seconds(run, tmp_path):
+    for name in ("metrics.jsonl", "config.yaml"):
+        (tmp_path / name).write_text((run / name).read_text())
+    (tmp_path / "summary.json").write_text('{"steps": 12, "seconds": NaN}')
+    assert "in all" not in page_of(tmp_path).sections["learning"]
 
 
 def test_a_run_without_steps(run, tmp_path):
