@@ -130,11 +130,13 @@ def _train_rank(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from hybridflow.config.preflight import check_devices
     from hybridflow.config.schema import ConfigError
     from hybridflow.processes import end_with_parent
+    from hybridflow.rendezvous import check_rank
 
+    check_rank(os.environ)
     end_with_parent(signal.SIGKILL)  # torchrun killed outright could not end its ranks
     try:
         if arguments.dry_run:
-            raise ConfigError("--dry-run starts nothing: run it without torchrun")
+            raise ConfigError("--dry-run starts nothing: run it without torchrun, and without RANK in the environment")
         config = load(arguments.config, overrides)
         if os.environ["RANK"] == "0" and LAUNCHED not in os.environ:
             models = _check_and_show(config)

@@ -46,11 +46,29 @@ def rendezvous(nodes: int, port: int, environment: Mapping[str, str]) -> Rendezv
             f" MASTER_ADDR (a name or address of node 0), MASTER_PORT (a port free there) and NODE_RANK (0 to {nodes - 1}), as"
             " launch/torchrun/ and launch/slurm/ do"
         )
-    if not port.isdigit() or not 0 < int(port) <= 65535:
+    if not _is_number(port) or not 0 < int(port) <= 65535:
         raise ConfigError(f"MASTER_PORT={port} is not a port: use 1 to 65535")
-    if not node.isdigit() or int(node) >= nodes:
+    if not _is_number(node) or int(node) >= nodes:
         raise ConfigError(f"NODE_RANK={node}, but cluster.nodes={nodes}: number the nodes 0 to {nodes - 1}")
     return Rendezvous(address, int(port), int(node), _job(environment) or f"{address}-{port}".replace("/", "_"))
+
+
+def check_rank(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError: RANK and WORLD_SIZE are set, but not with all else that torchrun or srun sets for a rank; some
+    schedulers set them for their own jobs, and a shell may have kept them."""
+    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    missing = [name for name in (*numbers, "MASTER_ADDR") if not environment.get(name)]
+    wrong = [f"{name}={environment[name]}" for name in numbers if environment.get(name) and not _is_number(environment[name])]
+    if missing or wrong:
+        what = f"{', '.join(missing)} not" if missing else f"{', '.join(wrong)}, which is no number"
+        raise ConfigError(
+            f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set as for a rank of torchrun or srun,"
+            f" but {what}: unset RANK and WORLD_SIZE, or start this with torchrun"
+        )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def _job(environment: Mapping[str, str]) -> str:

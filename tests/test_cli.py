@@ -93,8 +93,8 @@ def test_ray_is_another_launcher(path, started, monkeypatch, capfd):
     monkeypatch.setattr(ray_driver, "launch", lambda *arguments: jobs.append(arguments) or 0)
     assert cli.main(["train", "--config", str(path), "cluster.launcher=ray"]) == 0
     assert not started and jobs[0][1:] == ("cpu", str(path), ["cluster.launcher=ray"])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert cli.main(["train", "--config", str(path), "cluster.launcher=ray"]) == 2
     assert "cluster.launcher=ray, but torchrun or srun has started this process as a rank" in capfd.readouterr().err
 
@@ -124,6 +124,16 @@ def test_dry_run_predicts_the_memory_of_a_gpu(path, started, monkeypatch, capfd)
 def test_under_torchrun_rank_0_speaks(path, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
+    assert cli.main(["train", "--config", str(path), "--dry-run"]) == 2
+    assert capfd.readouterr().err == (
+        "hybridflow: error: RANK=0 and WORLD_SIZE=4 are set as for a rank of torchrun or srun, but LOCAL_RANK, MASTER_PORT,"
+        " MASTER_ADDR not: unset RANK and WORLD_SIZE, or start this with torchrun\n"
+    )
+    for name, value in {"LOCAL_RANK": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--config", str(path)]) == 2
+    assert "but LOCAL_RANK=x, which is no number: unset" in capfd.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.main(["train", "--config", str(path), "roles.rollout.tp=3"]) == 2
     assert "roles.rollout.tp=3 does not divide" in capfd.readouterr().err
     assert cli.main(["train", "--config", str(path), "--dry-run"]) == 2

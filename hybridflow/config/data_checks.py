@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.config.model_folder import tensor_shapes
 from hybridflow.config.schema import Config, ConfigError, one_line
+from hybridflow.config.score_checks import check_reachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,9 @@ def check_data(config: Config) -> None:
     tokenizer = _tokenizer(config.model_path("actor"))
     _check_ends(config.model_path("actor"))
     _check_same_tokens(config, tokenizer.get_vocab())
+    for name, settings in config.scores().items():
+        if settings.kind == "http":
+            check_reachable(f"{name}.url", settings.url)
     for name, role in config.scoring_roles().items():
         if role.backend == "hf":
             _check_head(config, name)

@@ -50,6 +50,13 @@ def check_writable(key: str, folder: Path, instead: str) -> None:
         raise ConfigError(f"{key} cannot be written ({parent}: {error.strerror}): choose {instead}") from error
 
 
+def check_file(key: str, path: Path) -> None:
+    """Raises ConfigError: it is a folder, or the folder that it would be in is not there or cannot be written."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{key} is no file in a folder that is there: choose another")
+    check_writable(key, path.absolute().parent, "a file in another folder")
+
+
 def existing(folder: Path) -> Path:
     """The folder, or the one above it that is there."""
     while not folder.exists():

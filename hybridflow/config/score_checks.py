@@ -2,13 +2,15 @@
 
 import json
 import re
+import socket
 from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hybridflow.config.model_folder import TOKENIZER_FILES, tensor_shapes
-from hybridflow.config.schema import Config, ConfigError
+from hybridflow.config.schema import Config, ConfigError, one_line
 
+REACH_SECONDS = 10
 _ONE_RANK = ("tp", "pp", "vpp", "cp", "ep", "etp")  # of a model that transformers runs, which is whole on every rank
 
 
@@ -78,6 +80,19 @@ def _check_url(key: str, url: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"{key}={url!r} is not the address of a server, such as http://127.0.0.1:8000/score")
+
+
+def check_reachable(key: str, url: str) -> None:
+    """Something listens at the address; every response of a run would get a 0 otherwise."""
+    parts = urlsplit(url)
+    address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection(address, timeout=REACH_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{key}={url}: no server answers at {address[0]} port {address[1]} ({one_line(error)}): start it first, or mend the"
+            " address"
+        ) from error
 
 
 def _check_whole(name: str, config: Config) -> None:

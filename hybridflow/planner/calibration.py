@@ -5,6 +5,7 @@ The file of `hybridflow plan --calibration FILE` is a JSON object of `Calibratio
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class Calibration:
             raise ConfigError(f"--calibration {path}: no such file: write one with --calibrate RESULTS.json --save FILE")
         try:
             values = json.loads(Path(path).read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--calibration {path} is not valid JSON: {error}") from error
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict):
@@ -70,7 +71,7 @@ class Calibration:
         for name, value in values.items():
             if name not in names:
                 raise ConfigError(f"--calibration {path}: unknown key {name}: use {', '.join(names)}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"--calibration {path}: {name}={value!r} is not a number above 0")
         return cls(**values)
 

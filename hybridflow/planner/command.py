@@ -2,14 +2,17 @@
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import rich.console
 import yaml
 from rich.table import Table
 
+from hybridflow.config.folders import check_file
 from hybridflow.config.load import load, save
 from hybridflow.config.preflight import check_shapes
 from hybridflow.config.schema import Config, ConfigError
@@ -24,6 +27,7 @@ from hybridflow.planner.records import calibrate, read_runs
 from hybridflow.planner.search import Placement, Search
 from megatron_ext.hf_config import HFConfig
 
+MOST_GIB = 100_000
 PHASES = ("phase", "role", "GPUs", "seconds", "GiB/GPU", "time goes to")
 
 
@@ -34,6 +38,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
         ConfigError: wrong input, or the job as configured cannot fit; what fits better is shown before.
     """
     shown = Shown()
+    _check_outputs(arguments)
     cluster_keys = {"nodes": arguments.nodes, "ranks_per_node": arguments.gpus_per_node}
     overrides = overrides + [f"cluster.{key}={value}" for key, value in cluster_keys.items() if value is not None]
     config = load(arguments.config, overrides)
@@ -56,6 +61,17 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if refused:
         raise refused
     return 0
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """What is to be written can be, before minutes are spent on it."""
+    if arguments.top < 1:
+        raise ConfigError(f"--top {arguments.top} shows nothing: use at least 1")
+    if arguments.write is not None and arguments.no_search:
+        raise ConfigError(f"--write {arguments.write} has nothing to write: leave out --no-search")
+    for option in ("write", "save"):
+        if getattr(arguments, option) is not None:
+            check_file(f"--{option} {getattr(arguments, option)}", Path(getattr(arguments, option)))
 
 
 def as_configured(shown: "Shown", config: Config, models: dict[str, HFConfig], machine: Machine, work: Workload) -> Forecast:
@@ -149,12 +165,12 @@ def _cluster(arguments: argparse.Namespace, config: Config) -> hardware.Cluster:
     if gpu is None:
         raise ConfigError("this machine has no GPU that the planner knows: say which one to plan for, such as --gpu H200")
     if arguments.gpu_memory is not None:
-        if not arguments.gpu_memory > 0:
-            raise ConfigError(f"--gpu-memory={arguments.gpu_memory} is not above 0 GiB")
+        if not 0 < arguments.gpu_memory <= MOST_GIB:
+            raise ConfigError(f"--gpu-memory={arguments.gpu_memory} is not above 0 and at most {MOST_GIB} GiB")
         gpu = dataclasses.replace(gpu, memory_bytes=int(arguments.gpu_memory * GIB))
     network = hardware.NETWORK if arguments.network is None else 1e9 * arguments.network
-    if not network > 0:
-        raise ConfigError(f"--network={arguments.network} is not above 0 GB/s")
+    if not (network > 0 and math.isfinite(network)):
+        raise ConfigError(f"--network={arguments.network} is not a number of GB/s above 0")
     return hardware.Cluster(gpu, config.cluster.nodes, config.cluster.ranks_per_node, network)
 
 

@@ -19,6 +19,7 @@ of benchmarks/reshard.py.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,11 @@ def read_runs(path: str | Path) -> list[Run]:
         raise ConfigError(f"--calibrate {path}: no such file")
     try:
         results = json.loads(Path(path).read_text())["results"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"--calibrate {path} is not a benchmark's JSON with `results`: {error!r}") from error
     rows = results.get("runs") or results.get("rows") or [] if isinstance(results, dict) else []
+    if not isinstance(rows, list):
+        raise ConfigError(f"--calibrate {path} holds a {type(rows).__name__} of runs: give a list")
     runs = [_read(row, f"--calibrate {path}: run {number}") for number, row in enumerate(rows)]
     if not runs:
         raise ConfigError(f"--calibrate {path} has neither results.runs nor benchmarks/reshard.py's results.rows")
@@ -92,15 +95,21 @@ def read_runs(path: str | Path) -> list[Run]:
 
 def _read(row: dict[str, Any], where: str) -> Run:
     readers = {"update": _training, "forward": _training, "rollout": _generation, "reshard": _resharding}
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is {row!r:.60}: give an object with the fields that planner/records.py lists")
     phase = row.get("phase") or ("reshard" if "bound_seconds" in row else None)
-    if phase not in readers:
+    if not isinstance(phase, str) or phase not in readers:
         raise ConfigError(f"{where} has phase={phase!r}: use one of {', '.join(readers)}")
     try:
-        return readers[phase](row)
+        run = readers[phase](row)
+        seconds = run.seconds, run.predict(Calibration())
+        if not all(math.isfinite(value) and value > 0 for value in seconds):
+            raise ValueError(f"measured {seconds[0]} s, predicted {seconds[1]} s: both must be above 0")
+        return run
     except KeyError as error:
         raise ConfigError(f"{where} lacks the field {error.args[0]}: planner/records.py lists what a run has") from error
-    except (UnsupportedModel, ValueError, TypeError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+    except (UnsupportedModel, ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _training(row: dict[str, Any]) -> Run:

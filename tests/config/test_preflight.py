@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 
 import pytest
 from safetensors.numpy import save_file
@@ -131,6 +132,10 @@ def test_passes_with(tmp_path, model, overrides):
         (
             ["reward={kind: http, url: 'localhost:80'}"],
             "reward.url='localhost:80' is not the address of a server, such as http://127.0.0.1:8000/score",
+        ),
+        (
+            ["reward={kind: http, url: 'http://a b/c'}"],
+            "reward.url='http://a b/c' is not the address of a server, such as http://127.0.0.1:8000/score",
         ),
         (["reward.url=http://a/b"], "reward.url=http://a/b would not be used: set reward.kind=http"),
         (["reward.retries=-1"], "reward.retries=-1 is too small: use at least 0"),
@@ -808,6 +813,13 @@ class TestData:
         file.write_text(code + "\n")
         text = refused(tmp_path, model, f"reward={{kind: function, function: '{file}:score'}}")
         assert f"score cannot be called as score(prompt, response, answer, metadata): {message}" in text
+
+    def test_a_reward_server(self, tmp_path, model):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"http://127.0.0.1:{server.getsockname()[1]}/score"
+            check(tmp_path, model, f"reward={{kind: http, url: '{address}'}}")
+        text = refused(tmp_path, model, f"reward={{kind: http, url: '{address}'}}")
+        assert text.startswith(f"reward.url={address}: no server answers at 127.0.0.1 port ") and "start it first" in text
 
     def test_a_path_that_would_not_be_used(self, tmp_path, model):
         assert refused(tmp_path, model, "data.path=x.jsonl") == "data.path=x.jsonl would not be used: set data.source=file"

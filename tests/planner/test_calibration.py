@@ -120,6 +120,17 @@ def test_wrong_calibrations(tmp_path, text, message):
         ({"results": {}}, "has neither results.runs nor"),
         ({"results": {"runs": [{"phase": "lunch"}]}}, "run 0 has phase='lunch': use one of update, forward"),
         ({"results": {"runs": [{"phase": "update", "model": MODEL}]}}, "run 0 lacks the field layout"),
+        ({"results": {"runs": 5}}, "holds a int of runs: give a list"),
+        ({"results": {"runs": [5]}}, "run 0 is 5: give an object with the fields"),
+        ({"results": {"runs": [{"phase": ["update"]}]}}, r"run 0 has phase=.'update'.: use one of"),
+        (
+            {"results": {"rows": [{"training": "a", "rollout": "b", "seconds": {"median": 0}, "bound_seconds": 1}]}},
+            "run 0: ValueError: measured 0 s, predicted ",
+        ),
+        (
+            {"results": {"rows": [{"training": "a", "rollout": "b", "seconds": {"median": "x"}, "bound_seconds": 1}]}},
+            "run 0: TypeError: must be real number, not str",
+        ),
         ({"results": {"runs": [{"phase": "update", "model": {}}]}}, "run 0: .*architecture"),
     ],
 )

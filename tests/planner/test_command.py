@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.config.load import load
 from hybridflow.config.preflight import check_shapes
+from hybridflow.data.tokenizer import character_tokenizer
 from hybridflow.planner import command, hardware
 from tests.config.folders import write_config
 from tests.planner.models import ROOT, RUNS
@@ -17,10 +19,11 @@ from tests.planner.models import ROOT, RUNS
 
 @pytest.fixture
 def path(tmp_path):
-    """GRPO of a 7.6B model with a reference on four GPUs; there is no more of the model than its config.json."""
+    """GRPO of a 7.6B model with a reference on four GPUs; there is no more of the model than its config.json and a tokenizer."""
     model = tmp_path / "qwen2_7b"
     model.mkdir()
     (model / "config.json").write_text((ROOT / "configs" / "models" / "qwen2_7b.json").read_text())
+    character_tokenizer(string.printable).save_pretrained(model)
     path = write_config(
         tmp_path,
         model,
@@ -89,8 +92,15 @@ def test_what_cannot_fit_ends_with_status_2_and_what_would_fit(path, capsys):
         ([], "this machine has no GPU that the planner knows: say which one to plan for, such as --gpu H200"),
         (["--gpu", "H200", "--gpus-per-node", "3"], "3 processes are not a multiple of"),
         (["--gpu", "H200", "--response-tokens", "5000"], "--response-tokens=5000.0 is not above 0 and at most"),
-        (["--gpu", "H200", "--gpu-memory", "0"], "--gpu-memory=0.0 is not above 0 GiB"),
-        (["--gpu", "H200", "--network", "-1"], "--network=-1.0 is not above 0 GB/s"),
+        (["--gpu", "H200", "--gpu-memory", "0"], "--gpu-memory=0.0 is not above 0 and at most 100000 GiB"),
+        (["--gpu", "H200", "--gpu-memory", "inf"], "--gpu-memory=inf is not above 0 and at most 100000 GiB"),
+        (["--gpu", "H200", "--network", "-1"], "--network=-1.0 is not a number of GB/s above 0"),
+        (["--gpu", "H200", "--network", "inf"], "--network=inf is not a number of GB/s above 0"),
+        (["--gpu", "H200", "--nodes", "1000000"], "ranks are more than 65536: lower one of them"),
+        (["--gpu", "H200", "--top", "0"], "--top 0 shows nothing: use at least 1"),
+        (["--gpu", "H200", "--write", "x.yaml"], "--write x.yaml has nothing to write: leave out --no-search"),
+        (["--gpu", "H200", "--calibrate", "x.json", "--save", "/"], "--save / is no file in a folder that is there: choose"),
+        (["--gpu", "H200", "--calibrate", "x.json", "--save", "/no/x"], "--save /no/x is no file in a folder that is there"),
         (["--gpu", "H200", "--save", "x.json"], "--save x.json has nothing to write: give --calibrate RESULTS.json"),
         (["--gpu", "H200", "--calibration", "x.json"], "--calibration x.json: no such file"),
         (["--gpu", "H200", "--calibrate", "x.json"], "--calibrate x.json: no such file"),
