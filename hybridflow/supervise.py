@@ -172,10 +172,14 @@ def _last_words(cause: str, job: Job) -> str:
 
 
 def kill_descendants(spared: set[psutil.Process]) -> None:
-    left = [process for process in psutil.Process().children(recursive=True) if process not in spared]
+    end([process for process in psutil.Process().children(recursive=True) if process not in spared])
+
+
+def end(processes: Sequence[psutil.Process]) -> None:
+    """Kill them and wait until they are gone. They may have ended already."""
     # Python's resource trackers delete the shared memory of ranks that died; killed with them, it would stay on the host
-    finishing = [process for process in left if _ends_by_itself(process)]
-    _kill([process for process in left if process not in finishing])
+    finishing = [process for process in processes if _ends_by_itself(process)]
+    _kill([process for process in processes if process not in finishing])
     _, stuck = psutil.wait_procs(finishing, timeout=CLEAN_UP_SECONDS)
     _kill(stuck)
 
