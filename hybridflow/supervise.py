@@ -20,7 +20,7 @@ from hybridflow.processes import END, POLITE, adopt_orphans, ignore_polite_signa
 
 STOP_SECONDS = 20  # from the first signal until what is left is killed
 CLEAN_UP_SECONDS = 3  # for Python's resource trackers to delete what killed ranks left
-ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # in the ranks' environment: they would stay in /tmp, one and more for every engine
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # in the ranks' environment: those of an engine that is not built to the end
 OTHER_NODES_SECONDS = 5  # for what ranks of other nodes note, once a connection to them is lost
 
 
