@@ -32,6 +32,7 @@ from tests.drills.checkpoints import PATIENCE
 from tests.processes import living
 
 HANG = 6  # minutes of run.hang_minutes: a start without any progress takes as long on a machine with ten times its load
+HANG_START = 4  # the same, for the longest piece of a start
 MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
 TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=16", "run.save_every=3")
 THREE = ("cluster.ranks_per_node=3", "roles.actor.pp=3", "run.steps=8", "run.save_every=1")
@@ -238,6 +239,20 @@ class Drills:
         assert sorted(stacks) == ["phase.txt", "rank-0.txt", "rank-1.txt"], sorted(stacks)
         assert "sit_still" in stacks["rank-1.txt"] and "sit_still" not in stacks["rank-0.txt"]
         print(f"    hang/: {', '.join(sorted(stacks))}; rank-1.txt names the line where it sits", flush=True)
+
+    def hang_start(self, *launcher: str) -> None:
+        """A rank that never comes to the end of its start; the last line says what each rank is at."""
+        stuck = "roles.actor.implementation=tests.drills.broken:UnmadeActor"
+        job = Drilled(self.folder, "hung-start", *TWO, *launcher, f"run.hang_minutes={HANG_START}", stuck)
+        job.about_to()
+        output = job.ended(f"a rank is stuck in the start{', Ray' if launcher else ''}", 1)
+        assert f"no progress for {HANG_START} minutes (run.hang_minutes) in the start (" in output, output[-3000:]
+        assert "rank 1: reading the actor's model.safetensors (file 1 of 1)" in output, output[-3000:]
+        assert "sit_still" in (job.run / "hang" / "rank-1.txt").read_text()
+
+    def hang_start_ray(self) -> None:
+        """The same on Ray."""
+        self.hang_start(*RAY)
 
     def stop(self) -> None:
         """SIGSTOP to a rank: nobody else notices."""
