@@ -29,7 +29,7 @@ from hybridflow.data.tiny_model import make_tiny_model
 from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
 from tests.drills import checkpoints
 from tests.drills.checkpoints import PATIENCE
-from tests.processes import living
+from tests.processes import ahead_of_others, living
 
 HANG = 6  # minutes of run.hang_minutes: a start without any progress takes as long on a machine with ten times its load
 HANG_START = 4  # the same, for the longest piece of a start
@@ -95,13 +95,14 @@ class Drilled:
         """Within, the driver stands still in a phase of a step."""
         self.wait_for(lambda: self.has_note(stopping.READY), "the first step")
         driver = self.driver()
-        while driver.status() != psutil.STATUS_STOPPED:
-            self.wait_for(lambda: self._is_in(phase), phase, 0.001)
-            driver.suspend()
-            self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
-            if not self._is_in(phase):  # it has gone on meanwhile: in the next step
-                driver.resume()
-                self.wait_for(lambda: driver.status() != psutil.STATUS_STOPPED, "an end of the stop", 0.001)
+        with ahead_of_others():
+            while driver.status() != psutil.STATUS_STOPPED:
+                self.wait_for(lambda: self._is_in(phase), phase, 0.001)
+                driver.suspend()
+                self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
+                if not self._is_in(phase):  # it has gone on meanwhile: in the next step
+                    driver.resume()
+                    self.wait_for(lambda: driver.status() != psutil.STATUS_STOPPED, "an end of the stop", 0.001)
         try:
             yield
         finally:
