@@ -31,8 +31,8 @@ from tests.drills import checkpoints
 from tests.drills.checkpoints import PATIENCE
 from tests.processes import ahead_of_others, living
 
-HANG = 6  # minutes of run.hang_minutes: a start without any progress takes as long on a machine with ten times its load
-HANG_START = 4  # the same, for the longest piece of a start
+# minutes of run.hang_minutes: a phase, and a piece of the start, take as long on a machine with ten times its load
+HANG, HANG_START = 6, 4
 MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
 TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=16", "run.save_every=3")
 THREE = ("cluster.ranks_per_node=3", "roles.actor.pp=3", "run.steps=8", "run.save_every=1")
