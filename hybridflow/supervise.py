@@ -20,7 +20,7 @@ from hybridflow.processes import END, POLITE, adopt_orphans, ignore_polite_signa
 
 STOP_SECONDS = 20  # from the first signal until what is left is killed
 CLEAN_UP_SECONDS = 3  # for Python's resource trackers to delete what killed ranks left
-ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # in the ranks' environment: they would stay in /tmp, one and more for every engine
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"  # in the ranks' environment: those of an engine that is not built to the end
 OTHER_NODES_SECONDS = 5  # for what ranks of other nodes note, once a connection to them is lost
 
 
@@ -172,10 +172,14 @@ def _last_words(cause: str, job: Job) -> str:
 
 
 def kill_descendants(spared: set[psutil.Process]) -> None:
-    left = [process for process in psutil.Process().children(recursive=True) if process not in spared]
+    end([process for process in psutil.Process().children(recursive=True) if process not in spared])
+
+
+def end(processes: Sequence[psutil.Process]) -> None:
+    """Kill them and wait until they are gone. They may have ended already."""
     # Python's resource trackers delete the shared memory of ranks that died; killed with them, it would stay on the host
-    finishing = [process for process in left if _ends_by_itself(process)]
-    _kill([process for process in left if process not in finishing])
+    finishing = [process for process in processes if _ends_by_itself(process)]
+    _kill([process for process in processes if process not in finishing])
     _, stuck = psutil.wait_procs(finishing, timeout=CLEAN_UP_SECONDS)
     _kill(stuck)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hybridflow import cli
 from hybridflow.config.load import load
 from hybridflow.config.schema import Config
+from hybridflow.controller import hang
 
 if TYPE_CHECKING:
     from hybridflow.controller.torchrun import TorchrunTransport
@@ -52,6 +53,7 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
     from hybridflow.rewards.scoring import open_scoring
     from hybridflow.roles.registry import handles
 
+    hang.starting("opening data and rewards")
     text = Text(config.model_path("actor"))
     source = open_source(
         config.data,
@@ -74,11 +76,12 @@ def drive(config: Config, transport: "TorchrunTransport") -> None:
 
 def main(config_path: str, overrides: list[str]) -> int:
     """The job on a rank that torchrun or srun started."""
-    from hybridflow.controller import hang, rank_log
+    from hybridflow.controller import rank_log
 
     rank = int(os.environ["RANK"])
     rank_log.to_file(rank)
     hang.register(rank)
+    hang.starting("meeting the other ranks")
     from hybridflow.controller.torchrun import quiet
 
     quiet()

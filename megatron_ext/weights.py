@@ -8,7 +8,7 @@ only the slices that a rank holds. Parameters are plain `dict[name, Tensor]` eve
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -263,12 +263,17 @@ def named_parameters(chunks: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 @torch.no_grad()
 def load_hf(
-    parameters: Mapping[str, Tensor], tiles: TileMap, folder: str | Path, shapes: Mapping[str, tuple[int, ...]] | None = None
+    parameters: Mapping[str, Tensor],
+    tiles: TileMap,
+    folder: str | Path,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    tell: Callable[[str], None] = lambda file: None,
 ) -> None:
     """Fill a rank's parameters from an HF folder, reading only this rank's slices; padding becomes zero.
 
     Args:
         shapes: what each HF tensor must look like; by default what the folder's own config.json asks for of a language model.
+        tell: called with "NAME (file 3 of 30)" before a file is read.
 
     Raises:
         WeightsError: the parameters and tiles differ, or the folder lacks a file or tensor, or has one of another shape.
@@ -285,7 +290,8 @@ def load_hf(
             if tile.hf_name not in files:
                 raise WeightsError(f"{folder}: tensor {tile.hf_name} is missing{_hint(tile.hf_name, files)}")
             wanted.setdefault(files[tile.hf_name], []).append((name, tile))
-    for file, entries in wanted.items():
+    for number, (file, entries) in enumerate(wanted.items(), start=1):
+        tell(f"{file.name} (file {number} of {len(wanted)})")
         with safe_open(file, framework="pt", device="cpu") as opened:
             _read(parameters, entries, opened, file, shapes)
 

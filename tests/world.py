@@ -16,9 +16,11 @@ import time
 import traceback
 from collections.abc import Callable
 
+import psutil
 import torch.multiprocessing as mp
 
 from hybridflow.processes import end_with_parent
+from hybridflow.supervise import end
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -82,10 +84,16 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def close(self) -> None:
+        """Ends the ranks and what they have started, such as Megatron's writers of checkpoints, which would wait for ever."""
+        started = []
+        for process in self._processes:
+            if process.is_alive():  # of one that has died nobody knows any more what it had started
+                started += psutil.Process(process.pid).children(recursive=True)
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
+        end(started)
 
 
 def _serve(rank: int, environment: dict, calls, results, cuda: bool) -> None:

@@ -14,6 +14,7 @@ from hybridflow.checkpoints.folder import Checkpoint, read_state
 from hybridflow.checkpoints.resume import Start, model_print
 from hybridflow.config.load import save as save_config
 from hybridflow.controller.handle import RoleHandle
+from hybridflow.controller.hang import progress
 from megatron_ext.export import copy_about
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class CheckpointKeeper:
             run.load_state(state["run"])
             run.start_saved_training()
             for role in run.saved_roles():
+                progress(f"the loading of the {role.name}'s checkpoint")
                 role.load(str(checkpoint.path / role.name)).result()
             load_state = getattr(self._algorithm, "load_state", None)
             if load_state is not None:

@@ -13,6 +13,7 @@ RUN_FILES = (
     "summary.json", "tensorboard", "trackers", "timeline", "rollouts", "plots", "checkpoints", "hf", "skipped",
     "report.html",
 )  # fmt: skip
+REPORTS_OF_TWO = "report-with-*.html"
 SPARE_BYTES = 100 << 20  # for what a run writes besides weights
 SIGNS_OF_A_RUN = ("config.yaml", "metrics.jsonl", "checkpoints")
 
@@ -43,8 +44,7 @@ def check_space(folder: Path, weights: int) -> None:
 def prepare_run_folder(folder: Path) -> None:
     """Make the folder, without what an earlier run wrote there."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in RUN_FILES:
-        path = folder / name
+    for path in [*(folder / name for name in RUN_FILES), *folder.glob(REPORTS_OF_TWO)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

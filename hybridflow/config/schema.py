@@ -313,7 +313,9 @@ class RunConfig:
     project: str = ""  # of wandb, experiment of MLflow; empty: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, or hybridflow
     name: str = ""  # of the run there; empty: that of its folder
     port: int = 0  # where the ranks meet; 0: a free port, on several nodes MASTER_PORT of the environment
-    hang_minutes: float = 30.0  # without a new phase, after which every rank's stack is kept and the job ended; 0: never
+    # without a new phase, in the start without a new piece of it on any rank (a role to make, a file of weights to read), after
+    # which every rank's stack is kept and the job ended; 0: never
+    hang_minutes: float = 30.0
     max_skipped: int = 5  # updates of a role in a row that are skipped for a NaN, after which the run ends; 0: it goes on
 
 

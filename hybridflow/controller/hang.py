@@ -1,9 +1,11 @@
 """Notices that a job makes no progress any more, and finds out where each rank is then. No torch.
 
-The driver notes each phase that it enters (`progress`); every rank registers for a dump of its stacks by a signal (`register`),
-which works in C while Python stands still; `hybridflow train`, which is no rank and cannot hang with them, watches (`Watch`).
-They meet in the folder of the job's notes, which the nodes of a job share: node 0's decides, each node's asks its own ranks.
-On Ray, whose ranks may be where nobody of ours can send a signal, the driver asks them (`asked`, `stacks`, `leave`).
+The driver notes each phase that it enters (`progress`), before the first one each rank the pieces of its start (`starting`);
+every rank registers for a dump of its stacks by a signal (`register`), which works in C while Python stands still; and
+`hybridflow train`, which is no rank and cannot hang with them, watches (`Watch`). They meet in the folder of the job's notes,
+which the nodes of a job share: node 0's decides, each node's asks its own ranks. On Ray, whose ranks may be out of reach of our
+notes and signals, the driver notes where they are in their start (`at_start`, `note_start`) and asks for their stacks (`asked`,
+`stacks`, `leave`).
 """
 
 import faulthandler
@@ -25,8 +27,12 @@ from hybridflow.processes import DUMP
 
 _PROGRESS, _HUNG, _STOPPED = "progress", "hung", "signal-stopped-"
 _STACKS = re.compile(r"stacks-(-?\d+)@(.*)@(\d+)")  # rank, host, process
+START = "the start"  # the progress of a job that has no phase yet
+_PIECE = "start-"  # of the start, in which a rank is
 # Node 0 may have been lost: the others end by themselves so much later.
 NODE_0_IS_LOST = 120.0  # seconds
+_rank: int | None = None  # of this process, which has registered
+_piece = ""  # of the start, that it is in
 
 
 def progress(what: str) -> None:
@@ -36,6 +42,28 @@ def progress(what: str) -> None:
         (Path(folder) / _PROGRESS).write_text(what)
 
 
+def starting(what: str) -> None:
+    """This rank begins `what`, a piece of the job's start, such as "making the actor". The shorter the pieces, the better: one
+    that takes longer than `run.hang_minutes` ends the job."""
+    global _piece
+    _piece = what
+    if _rank is not None:
+        note_start(_rank, what)
+
+
+def at_start() -> str:
+    """The piece of the start that this process has begun last."""
+    return _piece
+
+
+def note_start(rank: int, what: str) -> None:
+    """`starting` of a rank that cannot note it itself."""
+    folder = os.environ.get(faults.FOLDER)
+    if folder:
+        (Path(folder) / f"{_PIECE}{rank}").write_text(what)
+        progress(START)  # the same text from all ranks: they may write at the same time
+
+
 def latest(notes: Path) -> str:
     """What the driver noted last that it is at; empty where it has noted nothing yet."""
     path = notes / _PROGRESS
@@ -43,7 +71,10 @@ def latest(notes: Path) -> str:
 
 
 def register(rank: int) -> None:
-    """On the signal DUMP the stacks of all threads of this rank go to a file of its own among the job's notes."""
+    """On the signal DUMP the stacks of all threads of this rank go to a file of its own among the job's notes. What it is
+    `starting` goes there, too."""
+    global _rank
+    _rank = rank
     folder = os.environ.get(faults.FOLDER)
     if folder:
         path = Path(folder) / f"stacks-{rank}@{socket.gethostname()}@{os.getpid()}"
@@ -111,11 +142,21 @@ class Watch:
         stopped = sorted(int(path.name.removeprefix(_STOPPED)) for path in notes.glob(f"{_STOPPED}*"))
         found = [f"{_names(stopped)} had been stopped by a signal"] if stopped else []
         found += [f"{_names(silent)} did not report"] if silent else []
-        where = self._seen[0] if self._seen else "the start (engine start, model load)"
         return (
-            f"no progress for {self.minutes:g} minutes (run.hang_minutes) in {where}:"
+            f"no progress for {self.minutes:g} minutes (run.hang_minutes) in {self._where(notes)}:"
             f" {', '.join(found) or 'all ranks reported'}; stacks of the ranks in {self.report}"
         )
+
+    def _where(self, notes: Path) -> str:
+        """The driver's phase; of the start, what each rank is at."""
+        if self._seen is None:
+            return f"{START} (no rank has begun)"
+        if self._seen[0] != START:
+            return self._seen[0]
+        pieces: dict[str, list[int]] = {}
+        for rank, path in sorted((int(path.name.removeprefix(_PIECE)), path) for path in notes.glob(f"{_PIECE}*")):
+            pieces.setdefault(path.read_text(), []).append(rank)
+        return f"{START} ({'; '.join(f'{_names(ranks)}: {piece}' for piece, ranks in pieces.items())})"
 
     def _overdue(self, notes: Path) -> bool:
         path = notes / _PROGRESS
@@ -126,8 +167,9 @@ class Watch:
         waited = self.clock() - self._since
         if self.leader:
             return waited > 60 * self.minutes
-        # without a shared folder there is never any progress to be seen from here
-        return self._seen is not None and waited > 60 * self.minutes + NODE_0_IS_LOST
+        # without a shared folder nothing is ever to be seen from here but the start of this node's ranks
+        driven = self._seen is not None and self._seen[0] != START
+        return driven and waited > 60 * self.minutes + NODE_0_IS_LOST
 
     def _registered(self, notes: Path) -> dict[int, Path]:
         found = (path for path in notes.glob("stacks-*") if _STACKS.fullmatch(path.name))
@@ -147,7 +189,7 @@ class Watch:
             for rank, path in self._registered(notes).items():
                 if path.stat().st_size:
                     shutil.copy(path, self.report / ("driver.txt" if rank == faults.DRIVER else f"rank-{rank}.txt"))
-            (self.report / "phase.txt").write_text(f"{self._seen[0] if self._seen else 'start'}\n")
+            (self.report / "phase.txt").write_text(f"{self._where(notes)}\n")
         return silent
 
 

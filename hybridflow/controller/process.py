@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config.schema import Config
-from hybridflow.controller import groups
+from hybridflow.controller import groups, hang
 from hybridflow.controller.faults import as_rank_failed
 from hybridflow.controller.placement import place
 from hybridflow.controller.waiting import waiting
@@ -45,6 +45,7 @@ class Process:
     def join(self) -> None:
         """Join the pool's world, the default one of this process: NCCL on CUDA, gloo on a CPU."""
         size = len(self.pool)
+        hang.starting("joining the world")
         with as_rank_failed(self.rank, "joining the world"), waiting(f"the other ranks of the pool of {size} to join"):
             device.install()
             if device.backend() == "nccl":
@@ -67,6 +68,7 @@ class Process:
         speaking = waiting("the roles to be built (engine start, model load)") if first else contextlib.nullcontext()
         with as_rank_failed(self.rank, "building the roles (engine start, model load)"), speaking:
             self._worker = Worker(self.rank, build_roles(self.config, self.rank))
+        hang.starting("roles made")
 
     def execute(self, call: Call) -> Any:
         """Run a call of the driver on this rank; returns its result."""

@@ -66,6 +66,7 @@ class RankActor:
         """
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_here), "TORCHELASTIC_RUN_ID": f"{meeting.host}-{meeting.port}"}
         os.environ |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": str(meeting.port)}
+        hang.starting("meeting the other ranks")
 
         def work() -> None:
             threading.Thread(target=_beat, args=(meeting.store(), rank), daemon=True).start()
@@ -95,6 +96,7 @@ def _or_fault(rank: int, where: str, work: Callable[[], Any]) -> Any:
 def _beat(store: dist.TCPStore, rank: int) -> None:
     while True:
         try:
+            _tell_start(store, rank)
             store.add(_beats_of(rank), 1)
             _tell_stacks(store, rank)
         except RuntimeError:  # the driver is gone, and Ray ends its actors
@@ -122,6 +124,24 @@ def _take_stacks(store: dist.TCPStore, seats: Sequence[Seat]) -> None:
 
 def _stacks_of(rank: int) -> str:
     return f"stacks/{rank}"
+
+
+def _tell_start(store: dist.TCPStore, rank: int) -> None:
+    store.set(_start_of(rank), hang.at_start())
+
+
+def _take_starts(store: dist.TCPStore, known: dict[int, str], ranks: int) -> None:
+    """In the driver: note which piece of the start each of the ranks is in, where that is not the one that is `known`."""
+    for rank in range(ranks):
+        if store.check([_start_of(rank)]):
+            piece = store.get(_start_of(rank)).decode()
+            if known.get(rank) != piece:
+                known[rank] = piece
+                hang.note_start(rank, piece)
+
+
+def _start_of(rank: int) -> str:
+    return f"start/{rank}"
 
 
 class _Answer:
@@ -261,8 +281,11 @@ class RayTransport:
         """In a thread of its own: a rank whose beats cease is stopped or out of reach, and its peers would wait for it."""
         store = self._meeting.store()
         heard = dict.fromkeys(range(len(self._actors)), (0, time.monotonic()))
+        starts: dict[int, str] = {}
         while True:
             time.sleep(min(BEAT, self._silence / 4))
+            if not self.phase():  # the driver has none yet
+                _take_starts(store, starts, len(self._actors))
             if hang.asked():
                 _take_stacks(store, self._seats)
             for rank, (beats, since) in heard.items():

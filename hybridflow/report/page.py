@@ -22,16 +22,17 @@ HERE = files("hybridflow.report")
 
 
 def report(folders: Sequence[Path], out: Path | None) -> Path:
-    """Write the page of one run, or of two; returns where. `out`: by default report.html in the first run's folder.
+    """Write the page of one run, or of two; returns where. `out`: by default in the first run's folder, report.html or, of two
+    runs, report-with-OTHER.html: either page keeps its place.
 
     Raises:
         ConfigError: a folder holds no run, or `out` cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
+    path = out or folders[0] / (f"report-with-{runs[1].name}.html" if len(runs) > 1 else "report.html")
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.folder)
-    path = out or folders[0] / "report.html"
     page = render(runs).encode(errors="replace")  # half of a surrogate pair, which a JSON file can hold
     try:
         path.write_bytes(page)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config.schema import Config
+from hybridflow.controller import hang
 from hybridflow.controller.placement import place
 from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.controller.role import Role
@@ -54,7 +55,8 @@ class MegatronRole(Role):
         held = self.parameters(), self.tile_map(self.state.rank)
         if not self.hf.head_stored:
             held = tuple(map(weights.without_head, held))
-        weights.load_hf(*held, self.model_path, weights.hf_shapes(self.hf))
+        shapes = weights.hf_shapes(self.hf)
+        weights.load_hf(*held, self.model_path, shapes, lambda file: hang.starting(f"reading the {self.name}'s {file}"))
 
     def context(self) -> contextlib.AbstractContextManager:
         return self.state.current()

@@ -2,6 +2,7 @@
 
 from hybridflow.config.own_class import load_role
 from hybridflow.config.schema import ROLE_METHODS, Config
+from hybridflow.controller import hang
 from hybridflow.controller.handle import RoleHandle, Transport
 from hybridflow.controller.kept import Courier
 from hybridflow.controller.placement import place
@@ -47,8 +48,10 @@ def build_roles(config: Config, rank: int) -> dict[str, Role]:
     pool, roles = placement.pools[placement.pool_of(rank)], {}
     for name in configured(config):
         if rank in placement.roles[name]:
+            hang.starting(f"making the {name}")
             roles[name] = role_class(config, name)(name, config)
         elif placement.roles[name][0] in pool:
+            hang.starting(f"making the {name}'s groups")
             role_class(config, name).stand_by(name, config)
     return roles
 

@@ -105,7 +105,7 @@ class Engine:
             vllm_compat.set_launcher_environment(torch.cuda.current_device() if torch.cuda.is_available() else 0)
             vllm_compat.apply_patches()
             check_engine_args(engine_args or {})
-            with vllm_compat.engines_of(order):
+            with vllm_compat.engines_of(order), vllm_compat.sockets_without_files():
                 self._llm = _build(own | defaults | (engine_args or {}), enable_sleep_mode=not self._on_cpu)
         self._parameters = vllm_compat.writable_parameters(self._llm)
         self._kv_cache_bytes: list[int] = []  # of the storages that sleep has emptied (CPU)

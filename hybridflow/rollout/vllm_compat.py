@@ -7,8 +7,10 @@ process already while it is imported, so imports belong inside `preserved_proces
 import functools
 import gc
 import inspect
+import itertools
 import os
 import random
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -151,6 +153,24 @@ def engines_of(order: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         parallel_state.init_model_parallel_group = original
+
+
+@contextmanager
+def sockets_without_files() -> Iterator[None]:
+    """Around building an engine: of the sockets by which its ranks meet on a host no file stays.
+
+    vLLM gives each a file in VLLM_RPC_BASE_PATH, by default /tmp, one and more for every engine, and never deletes them. Ranks
+    need the files to connect, which they have done before the engine is there. Still so in 0.32; can go when vLLM deletes them.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    original, numbers = shm_broadcast.get_open_zmq_ipc_path, itertools.count()
+    with tempfile.TemporaryDirectory(prefix="vllm-", dir=os.environ.get("VLLM_RPC_BASE_PATH")) as folder:
+        shm_broadcast.get_open_zmq_ipc_path = lambda: f"ipc://{folder}/{next(numbers)}"
+        try:
+            yield
+        finally:
+            shm_broadcast.get_open_zmq_ipc_path = original
 
 
 @contextmanager

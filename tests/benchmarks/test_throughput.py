@@ -69,6 +69,25 @@ def test_every_part(tmp_path):
     assert done.stdout.count("tokens/s/GPU") == 3
 
 
+@pytest.mark.timeout(200)
+def test_rows_share_their_processes(tmp_path):
+    out = tmp_path / "rows.json"
+    words = ["--parts", "update", "--tokens", "64", "--steps", "2", "--warmup", "1", "--out", str(out)]
+    rows = [
+        "--note first --micro-batches 2 roles.actor.pp=2",
+        "--note 'another model' --layers 6 --micro-batches 4 --tokens 32 roles.actor.tp=2 roles.actor.pp=1",
+        "--note last --micro-batches 1",
+    ]
+    done = run(*words, *(word for row in rows for word in ("--row", row)), ranks=2, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    results = json.loads(out.read_text())["results"]
+    assert [row["update"]["layout"] for row in results["rows"]] == ["PP2", "TP2", "DP2"]
+    assert all(list(row) == ["update"] for row in results["rows"])
+    names = ["update PP2 2 x 64, first", "update TP2 4 x 32, another model", "update DP2 1 x 64, last"]
+    assert [run.name for run in read_runs(out)] == names
+    assert [row["model"]["num_hidden_layers"] for row in results["runs"]] == [4, 6, 4]
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -79,6 +98,8 @@ def test_every_part(tmp_path):
         (["--tokens", "1024", "roles.actor.micro_batch_tokens=2048"], "roles.actor.micro_batch_tokens=2048 is --tokens=1024"),
         (["nonsense"], "unknown arguments ['nonsense']"),
         (["roles.actor.ppp=2"], "did you mean roles.actor.pp?"),
+        (["--parts", "update", "--row", "--tokens 30"], "--tokens=30 must be a multiple of 4"),
+        (["--row", "--note one"], "--row goes with --parts update and log_probs"),
     ],
 )
 def test_bad_input(options, message, capsys, monkeypatch):

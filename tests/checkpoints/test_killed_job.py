@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridflow.convert import convert
 from hybridflow.data.tiny_model import make_tiny_model
 from tests import small_job
 from tests.small_job import TIMEOUT, finish, write_recipe
@@ -81,3 +82,21 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path):
     assert "SIGTERM: ending after step 4 of 6; run.resume=auto goes on from there" in output
     assert f"resumes after step 4 from {checkpoints}/step-4" in finish(start(tmp_path, "killed"))
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(TIMEOUT)
+def test_what_two_gpus_wrote_in_the_background_is_the_model(tmp_path):
+    """By forked writers, while training went on; and another layout goes on from it."""
+    make_tiny_model(tmp_path / "tiny")
+    two = ["cluster={ranks_per_node: 2, device: cuda}", "model.dtype=bfloat16", "roles.rollout.gpu_memory_utilization=0.2"]
+    finish(start(tmp_path, "run", *two, "run.steps=4"))
+    convert(str(tmp_path / "run" / "checkpoints" / "step-4"), str(tmp_path / "converted"))
+    converted, exported = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", tmp_path / "run" / "hf")
+    )
+    assert converted.keys() == exported.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in exported.items())
+    output = finish(start(tmp_path, "run", *two, "roles.actor.pp=2", "run.steps=6"))
+    assert f"resumes after step 4 from {tmp_path}/run/checkpoints/step-4" in output
+    assert [row["step"] for row in small_job.rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

@@ -1,5 +1,6 @@
 """A job that makes no progress: its ranks' stacks, and which of them did not report."""
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -75,6 +76,62 @@ def test_progress_is_what_keeps_a_job_alive(tmp_path, monkeypatch):
     assert hang.latest(notes) == "step 4"
     assert "in step 4: the driver and ranks 0, 1 did not report" in watch.look(notes)
     assert (tmp_path / "hang/phase.txt").read_text() == "step 4\n"
+
+
+def test_every_piece_of_the_start_is_progress(tmp_path, monkeypatch):
+    notes, clock = tmp_path / "notes", Clock()
+    notes.mkdir()
+    monkeypatch.setenv(faults.FOLDER, str(notes))
+    watches = [Watch(1.0, range(3), tmp_path / name, name == "first", 2.0, clock) for name in ("first", "other")]
+    for piece in ("making the rollout", *(f"reading the actor's weights (file {number} of 3)" for number in (1, 2, 3))):
+        for rank in range(3):
+            clock.now += 50
+            hang.note_start(rank, piece)
+            os.utime(notes / "progress", (clock.now, clock.now))  # file systems count in steps, which these notes may share
+            assert [watch.look(notes) for watch in watches] == [None, None]
+    hang.note_start(2, "roles made")
+    assert watches[0].look(notes) is None
+    clock.now += 61 + hang.NODE_0_IS_LOST
+    assert watches[1].look(notes) is None  # it may be seeing its own ranks only
+    where = "the start (ranks 0, 1: reading the actor's weights (file 3 of 3); rank 2: roles made)"
+    assert f"no progress for 1 minutes (run.hang_minutes) in {where}: ranks 0, 1, 2 did not report" in watches[0].look(notes)
+    assert (tmp_path / "first/phase.txt").read_text() == f"{where}\n"
+
+
+def test_a_start_that_nobody_has_begun(tmp_path):
+    clock = Clock()
+    watch = Watch(1.0, [0], tmp_path / "hang", clock=clock, patience=2.0)
+    clock.now += 61
+    assert "in the start (no rank has begun): rank 0 did not report" in watch.look(tmp_path)
+
+
+def test_a_rank_notes_its_start_once_it_is_registered(tmp_path, monkeypatch):
+    code = """
+        from hybridflow.controller import hang
+        hang.starting("imports")
+        hang.register(3)
+        hang.starting("making the critic")
+        print(hang.at_start())
+    """
+    monkeypatch.setenv(faults.FOLDER, str(tmp_path))
+    done = run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("making the critic\n", "")
+    assert {path.name: path.read_text() for path in tmp_path.glob("start-*")} == {"start-3": "making the critic"}
+    assert hang.latest(tmp_path) == hang.START
+
+
+def test_on_ray_the_driver_notes_the_start_of_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv(faults.FOLDER, str(tmp_path))
+    store, known = ray._listening_store("127.0.0.1", 0), {}
+    ray._take_starts(store, known, 2)
+    assert list(tmp_path.iterdir()) == []  # nobody has told anything
+    monkeypatch.setattr(hang, "_piece", "making the actor")
+    ray._tell_start(store, 1)
+    ray._take_starts(store, known, 2)
+    assert (tmp_path / "start-1").read_text() == "making the actor"
+    (tmp_path / "progress").unlink()
+    ray._take_starts(store, known, 2)
+    assert hang.latest(tmp_path) == ""  # what was known is no progress
 
 
 def test_on_ray_the_driver_asks_the_ranks(tmp_path, monkeypatch):

@@ -38,15 +38,25 @@ class PoisonedActor(_Counting):
             hook.remove()
 
 
+class UnmadeActor(Actor):
+    """One rank never comes to the end of its start."""
+
+    def read_weights(self) -> None:
+        super().read_weights()
+        if dist.get_rank() == FAULTY:
+            sit_still()
+
+
 class StuckActor(_Counting):
     """One rank never comes back from an update, and the others wait for it."""
 
     @remote(THREE_D)
     def update(self, *arguments: Any) -> dict[str, Any]:
         while self.is_due(STUCK):
-            self.sit_still()
+            sit_still()
         return super().update(*arguments)
 
-    def sit_still(self) -> None:
-        while True:
-            time.sleep(1)
+
+def sit_still() -> None:
+    while True:
+        time.sleep(1)

@@ -29,9 +29,10 @@ from hybridflow.data.tiny_model import make_tiny_model
 from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
 from tests.drills import checkpoints
 from tests.drills.checkpoints import PATIENCE
-from tests.processes import living
+from tests.processes import ahead_of_others, living
 
-HANG = 6  # minutes of run.hang_minutes: a start without any progress takes as long on a machine with ten times its load
+# minutes of run.hang_minutes: a phase, and a piece of the start, take as long on a machine with ten times its load
+HANG, HANG_START = 6, 4
 MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
 TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=16", "run.save_every=3")
 THREE = ("cluster.ranks_per_node=3", "roles.actor.pp=3", "run.steps=8", "run.save_every=1")
@@ -94,13 +95,14 @@ class Drilled:
         """Within, the driver stands still in a phase of a step."""
         self.wait_for(lambda: self.has_note(stopping.READY), "the first step")
         driver = self.driver()
-        while driver.status() != psutil.STATUS_STOPPED:
-            self.wait_for(lambda: self._is_in(phase), phase, 0.001)
-            driver.suspend()
-            self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
-            if not self._is_in(phase):  # it has gone on meanwhile: in the next step
-                driver.resume()
-                self.wait_for(lambda: driver.status() != psutil.STATUS_STOPPED, "an end of the stop", 0.001)
+        with ahead_of_others():
+            while driver.status() != psutil.STATUS_STOPPED:
+                self.wait_for(lambda: self._is_in(phase), phase, 0.001)
+                driver.suspend()
+                self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
+                if not self._is_in(phase):  # it has gone on meanwhile: in the next step
+                    driver.resume()
+                    self.wait_for(lambda: driver.status() != psutil.STATUS_STOPPED, "an end of the stop", 0.001)
         try:
             yield
         finally:
@@ -238,6 +240,20 @@ class Drills:
         assert sorted(stacks) == ["phase.txt", "rank-0.txt", "rank-1.txt"], sorted(stacks)
         assert "sit_still" in stacks["rank-1.txt"] and "sit_still" not in stacks["rank-0.txt"]
         print(f"    hang/: {', '.join(sorted(stacks))}; rank-1.txt names the line where it sits", flush=True)
+
+    def hang_start(self, *launcher: str) -> None:
+        """A rank that never comes to the end of its start; the last line says what each rank is at."""
+        stuck = "roles.actor.implementation=tests.drills.broken:UnmadeActor"
+        job = Drilled(self.folder, "hung-start", *TWO, *launcher, f"run.hang_minutes={HANG_START}", stuck)
+        job.about_to()
+        output = job.ended(f"a rank is stuck in the start{', Ray' if launcher else ''}", 1)
+        assert f"no progress for {HANG_START} minutes (run.hang_minutes) in the start (" in output, output[-3000:]
+        assert "rank 1: reading the actor's model.safetensors (file 1 of 1)" in output, output[-3000:]
+        assert "sit_still" in (job.run / "hang" / "rank-1.txt").read_text()
+
+    def hang_start_ray(self) -> None:
+        """The same on Ray."""
+        self.hang_start(*RAY)
 
     def stop(self) -> None:
         """SIGSTOP to a rank: nobody else notices."""

@@ -25,7 +25,7 @@ import psutil
 
 from hybridflow.controller import hang
 from hybridflow.data.tiny_model import make_tiny_model
-from tests.processes import living
+from tests.processes import ahead_of_others, living
 from tests.small_job import finish, notes_of, ranks_of, rows, start, write_classifier, write_recipe
 
 LAUNCHERS = ("torchrun", "ray")
@@ -188,8 +188,9 @@ class Job:
         self.wait_for(r"\w+", steps)
         family, rank = psutil.Process(self.process.pid).children(recursive=True), self.rank(victim)
         shared = _shared_memory(family)
-        self.wait_for(phase, steps)
-        rank.kill()
+        with ahead_of_others():
+            self.wait_for(phase, steps)
+            rank.kill()
         sent = time.monotonic()
         output, _ = self.process.communicate(timeout=PATIENCE)
         seconds = time.monotonic() - sent

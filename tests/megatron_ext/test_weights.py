@@ -194,8 +194,12 @@ def broken(tmp_path):
 
 def test_sharded_folder_loads(broken):
     folder, parameters, tiles, expected = broken
-    load_hf(parameters, tiles, folder)
+    told = []
+    load_hf(parameters, tiles, folder, tell=told.append)
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+    files = {path.name for path in folder.glob("*.safetensors")}
+    assert {name for name, _, _ in (line.partition(" ") for line in told)} == files
+    assert [line.partition(" ")[2] for line in told] == [f"(file {n} of {len(files)})" for n in range(1, len(files) + 1)]
 
 
 def test_missing_shard_is_named(broken):

@@ -230,11 +230,12 @@ def test_overwrite_deletes_a_runs_files_only(tmp_path, config):
     run = tmp_path / "run"
     (run / "checkpoints/step-1").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("old\n")
+    (run / "report-with-other.html").touch()
     (run / "notes.txt").write_text("mine")
     config.run.overwrite = True
     with Recorder(run, config, io.StringIO()) as recorder:
         recorder.log({"step": 1})
-    assert not (run / "checkpoints").exists()
+    assert not (run / "checkpoints").exists() and not (run / "report-with-other.html").exists()
     assert (run / "notes.txt").read_text() == "mine"
     assert lines(run / "metrics.jsonl") == [{"step": 1}]
 

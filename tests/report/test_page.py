@@ -92,6 +92,15 @@ def test_two_runs(run, tmp_path):
     assert page_of(run, run).data["runs"] == ["first", "first"]
 
 
+def test_the_page_of_two_runs_leaves_that_of_one_alone(run, tmp_path, capsys):
+    other = write_run(tmp_path / "second", 3)
+    alone = report([run], None).read_bytes()
+    assert cli.main(["report", str(run), str(other)]) == 0
+    assert capsys.readouterr().out == f"wrote {run}/report-with-second.html\n"
+    assert (run / "report.html").read_bytes() == alone
+    assert Page((run / "report-with-second.html").read_text()).data["runs"] == ["first", "second"]
+
+
 def test_runs_of_one_name_are_told_apart(run, tmp_path):
     other = write_run(tmp_path / "first", 3)
     page = Page(report([run, other], tmp_path / "out.html").read_text())

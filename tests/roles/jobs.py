@@ -4,10 +4,12 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
 from hybridflow.config.load import load
+from hybridflow.controller import hang
 from hybridflow.controller.worker import Worker
 from hybridflow.roles.megatron import MegatronRole
 from hybridflow.roles.registry import build_roles
@@ -26,11 +28,14 @@ def train(config_path: str, overrides: list[str], stale: str = "", stale_from: i
 
     Returns:
         away: for each rollout, whether the actor's weights were away while the engine generated, and critic_away: the critic's.
+        pieces: of the start, as this rank has noted them.
         On rank 0 also the metrics of all steps, and what was printed.
     """
     config = load(config_path, overrides)
     transport = make_transport()
-    roles = build_roles(config, dist.get_rank())
+    pieces: list[str] = []
+    with mock.patch.object(hang, "starting", pieces.append):
+        roles = build_roles(config, dist.get_rank())
     away = {name: _watch(roles["rollout"], roles[name]) for name in ("actor", "critic") if name in roles}
     if stale:
         _forget(roles["rollout"], stale, stale_from)
@@ -44,7 +49,7 @@ def train(config_path: str, overrides: list[str], stale: str = "", stale_from: i
     else:
         transport.serve()
     worker.close()
-    found = {"away": away["actor"], "critic_away": away.get("critic")}
+    found = {"away": away["actor"], "critic_away": away.get("critic"), "pieces": pieces}
     if dist.get_rank() == 0:
         metrics = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
         found |= {"steps": [json.loads(line) for line in metrics], "printed": printed.getvalue()}

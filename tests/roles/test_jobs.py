@@ -71,6 +71,10 @@ def test_memory_that_leaves_changes_nothing(world, model, tmp_path):
     rollouts = 6 + 2  # and the evaluations before and after: twice in a row at either end
     assert [rank["away"] for rank in kept] == [[False] * rollouts] * 2
     assert [rank["away"] for rank in gone] == [[True] * rollouts] * 2
+    pieces = ["making the rollout"]
+    for role in ("actor", "reference"):
+        pieces += [f"making the {role}", f"reading the {role}'s model.safetensors (file 1 of 1)"]
+    assert [rank["pieces"] for rank in kept] == [pieces, pieces]
     assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(expected, torch.bfloat16)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     same = ("reward/mean", "mismatch/log_prob_abs_max", "actor/loss", "actor/kl_reference", "actor/grad_norm")

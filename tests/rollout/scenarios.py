@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import numpy
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -160,14 +161,14 @@ def complaints(folder: str, tp: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def process_state(folder: str, tp: int, prompts: list[list[int]]) -> dict:
-    """Build an engine, use it and close it in a process that has a life of its own.
+def process_state(folder: str, tp: int, prompts: list[list[int]], sockets: str) -> dict:
+    """Build an engine, use it and close it in a process that has a life of its own, and a folder for sockets.
 
     The batch holds fewer tokens than the prompts have together: they must not be prefilled in chunks.
     """
     close()
     group = dist.new_group(list(range(dist.get_world_size())))
-    os.environ["TRAINERS_OWN"] = "1"
+    os.environ |= {"TRAINERS_OWN": "1", "VLLM_RPC_BASE_PATH": sockets}
     diverge_generators()
     random.seed(dist.get_rank())
     numpy.random.seed(dist.get_rank())
@@ -176,6 +177,7 @@ def process_state(folder: str, tp: int, prompts: list[list[int]]) -> dict:
     target = Engine(folder, tp, "float32", MAX_MODEL_LEN, engine_args=small_batch)
     fill(target, folder, tp)
     built = _state()
+    bound = [each.laddr for each in psutil.Process().net_connections("unix") if each.laddr.startswith(sockets)]
     from vllm.distributed.parallel_state import get_tp_group  # vLLM is imported by the engine only
 
     shared_memory = get_tp_group().device_communicator.dist_module is not dist
@@ -189,6 +191,7 @@ def process_state(folder: str, tp: int, prompts: list[list[int]]) -> dict:
         "changed by building": [name for name in before if built[name] != before[name]],
         "changed by closing": [name for name in before if name != "torch" and _state()[name] != before[name]],
         "shared memory": shared_memory,
+        "sockets": len(bound),
         "generations": generations,
         "sums": [s.item() for s in sums],
         "closed": message(target.generate, prompts, Sampling(), 0),

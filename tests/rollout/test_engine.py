@@ -190,9 +190,11 @@ def test_a_world_of_one_beside_another_job_on_the_host(world, folders, hf):
     assert done.stdout.split() == [str(token) for token in models.greedy(hf["qwen2"], PROMPTS[4], 12)]
 
 
-def test_the_process_stays_the_trainers(world, folders):
+def test_the_process_stays_the_trainers(world, folders, tmp_path):
     prompts = [[(i + j * 7) % models.VOCABULARY for j in range(70)] for i in range(6)]
-    results = world(scenarios.process_state, folders["qwen2"], 2, prompts)
+    results = world(scenarios.process_state, folders["qwen2"], 2, prompts, str(tmp_path))
+    assert [result["sockets"] > 0 for result in results] == [True, False, True, False]  # the first rank of an engine listens
+    assert list(tmp_path.iterdir()) == []  # and its sockets have no files any more
     for result in results:
         assert result["changed by building"] == []
         assert result["changed by closing"] == []
