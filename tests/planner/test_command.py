@@ -19,7 +19,7 @@ from tests.planner.models import ROOT, RUNS
 
 @pytest.fixture
 def path(tmp_path):
-    """GRPO of a 7.6B model with a reference on four GPUs; there is no more of the model than its config.json and a tokenizer."""
+    """GRPO of a 7.6B model with a reference on four GPUs; of the model there are its config.json and a tokenizer."""
     model = tmp_path / "qwen2_7b"
     model.mkdir()
     (model / "config.json").write_text((ROOT / "configs" / "models" / "qwen2_7b.json").read_text())
