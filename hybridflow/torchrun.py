@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from hybridflow.config.schema import Config
+from hybridflow.config.schema import Config, ConfigError
 from hybridflow.controller import rank_log
 from hybridflow.controller.hang import Watch
 from hybridflow.controller.placement import place
@@ -34,15 +34,31 @@ def launch(config: Config, device: str, config_path: str, overrides: list[str]) 
     """Run this node's share of `hybridflow.train` under torchrun and wait; returns the exit status: 0, 1, or 99 (stopping.py).
 
     Raises:
-        ConfigError: there are several nodes, and the environment does not say where they meet.
+        ConfigError: there are several nodes, and the environment does not say where they meet; or the port is taken.
     """
     meeting = rendezvous(config.cluster.nodes, config.run.port, os.environ)
+    _check_port(meeting)
     if meeting.node == 0 and config.run.overwrite:
         for name in ("logs", "hang"):
             shutil.rmtree(Path(config.run.dir) / name, ignore_errors=True)
     job = describe(config, meeting)
     ours = environment(config, device, os.environ) | {rank_log.FOLDER: str(job.logs)}
     return supervise(command(config, meeting, config_path, overrides), ours, "torchrun", job)
+
+
+def _check_port(meeting: Rendezvous) -> None:
+    """Node 0 can listen where the ranks are to meet."""
+    if meeting.node > 0 or not meeting.port:
+        return
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", meeting.port))
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks cannot meet at port {meeting.port} of this machine ({error.strerror}): set run.port (MASTER_PORT) to"
+            " another, on one node to 0 for a free one"
+        ) from error
 
 
 def describe(config: Config, meeting: Rendezvous) -> Job:

@@ -249,6 +249,14 @@ def test_tiny_model_runs_the_quickstarts_checks(tmp_path, capfd):
     assert "TP2 x PP2" in capfd.readouterr().out
 
 
+def test_a_port_that_is_taken(path, monkeypatch, capfd):
+    monkeypatch.setattr(torchrun, "supervise", lambda *arguments: pytest.fail("started"))
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert cli.main(["train", "--config", str(path), f"run.port={port}"]) == 2
+    assert f"the ranks cannot meet at port {port} of this machine (Address already in use): set" in capfd.readouterr().err
+
+
 def test_command_and_environment(path):
     config = load(path, ["cluster.ranks_per_node=64"])
     command = torchrun.command(config, rendezvous(1, 0, {}), "c.yaml", ["a=b"])

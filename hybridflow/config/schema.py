@@ -258,7 +258,8 @@ class RewardConfig:
     # task: the task's own scorer; model: the model of roles.reward (roles.cost); http: a server of yours
     kind: Literal["task", "last_integer", "function", "model", "http"] = "task"
     function: str = ""  # kind function: path/to/file.py:name
-    # kind http, answering when the job starts: gets {"prompt", "response", "answer", "metadata"} as JSON by POST, answers with a number or {"reward": number}
+    # kind http: gets {"prompt", "response", "answer", "metadata"} as JSON by POST, answers with a number or {"reward": number};
+    # up before the job is
     url: str = ""
     model_weight: float = 0.0  # beside another kind: this times the score of roles.reward (roles.cost) is added
     concurrency: int = 8  # processes (kinds task and function) or requests at a time (http)
