@@ -39,7 +39,7 @@ def check_data(config: Config) -> None:
     except (DataError, RewardError) as error:
         raise ConfigError(one_line(error)) from error
     tokenizer = _tokenizer(config.model_path("actor"))
-    _check_ends(config.model_path("actor"))
+    _check_ends(config, tokenizer)
     _check_same_tokens(config, tokenizer.get_vocab())
     for name, settings in config.scores().items():
         if settings.kind == "http":
@@ -100,20 +100,24 @@ def _tokenizer(folder: str, trust: bool = False) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"model folder {folder} has a tokenizer that cannot be loaded ({what})") from error
 
 
-def _check_ends(folder: str) -> None:
-    """What ends a response is named by a generation config that can be read."""
+def _check_ends(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """What ends a response (data/text.py) are tokens of the model: vLLM refuses others, once it is asked to generate."""
     from transformers import GenerationConfig
 
+    folder, size = config.model_path("actor"), config.read_model("actor").vocab_size
     path = Path(folder) / "generation_config.json"
-    if not path.is_file():
-        return
-    try:
-        ends = GenerationConfig.from_pretrained(folder).eos_token_id
-    except Exception as error:  # whatever comes of a file of another kind
-        raise ConfigError(f"{path} cannot be read: {one_line(error)}: copy it again, or remove it") from error
-    for end in ends if isinstance(ends, list) else [ends]:
-        if end is not None and type(end) is not int:
-            raise ConfigError(f"{path}: eos_token_id={ends!r} is not a token's number or a list of them")
+    named = {f"model folder {folder}: its tokenizer's eos_token": tokenizer.eos_token_id}
+    if path.is_file():
+        try:
+            named[f"{path}: eos_token_id"] = GenerationConfig.from_pretrained(folder).eos_token_id
+        except Exception as error:  # whatever comes of a file of another kind
+            raise ConfigError(f"{path} cannot be read: {one_line(error)}: copy it again, or remove it") from error
+    for where, ends in named.items():
+        for end in ends if isinstance(ends, list) else [ends]:
+            if end is not None and (type(end) is not int or not 0 <= end < size):
+                raise ConfigError(
+                    f"{where} has the number {end!r}, which is none of the model's vocab_size={size} tokens: mend it"
+                )
 
 
 def _check_vocabulary(config: Config, tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> None:

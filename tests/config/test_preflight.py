@@ -606,7 +606,12 @@ class TestModelFolder:
         ("name", "text", "message"),
         [
             ("generation_config.json", "{", "generation_config.json cannot be read"),
-            ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id='2' is not a token's number or a list of them"),
+            (
+                "generation_config.json",
+                '{"eos_token_id": "2"}',
+                "eos_token_id has the number '2', which is none of the model's vocab_size=110",
+            ),
+            ("generation_config.json", '{"eos_token_id": [1, 500]}', "eos_token_id has the number 500, which is none of"),
             ("tokenizer_config.json", "null", "has a tokenizer that cannot be loaded (AttributeError: "),
             ("tokenizer_config.json", '{"eos_token": 5}', "has a tokenizer that cannot be loaded ("),
         ],
@@ -621,13 +626,13 @@ class TestModelFolder:
         check(tmp_path, folder, "warm_start.steps=1")
         fields = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "<end>"}))
-        check(tmp_path, folder)
-        assert refused(tmp_path, folder, "warm_start.steps=1") == (
-            f"model folder {folder}: its tokenizer's token '<end>' has the number 103, but config.json's vocab_size=103:"
-            " are they of different models?"
-        )
+        text = "eos_token has the number 103, which is none of the model's vocab_size=103 tokens: mend it"
+        assert refused(tmp_path, folder) == f"model folder {folder}: its tokenizer's {text}"
         (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": None}))
         assert "has no end-of-text token, with which a taught response ends" in refused(tmp_path, folder, "warm_start.steps=1")
+        small = write_model(tmp_path / "small", vocab_size=40)
+        text = refused(tmp_path, small)
+        assert re.search(r"its tokenizer's token '.' has the number \d+, but config.json's vocab_size=40: are they of", text)
 
     def test_untied_needs_an_output_layer(self, tmp_path):
         folder = write_model(tmp_path / "m")
