@@ -21,6 +21,7 @@ from hybridflow.config.schema import Config, ConfigError
 from hybridflow.controller.waiting import waiting
 
 PATIENCE = 10  # seconds for a placement that the cluster could hold
+STARTS = 3  # of a Ray of the job's own, which gives up after 30 s: on a busy host it may take longer
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
             ranks = config.cluster.ranks_per_node
             gpus = ranks if device == "cuda" else 0
             own = {"address": "local", "include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
-            ray.init(num_cpus=ranks, num_gpus=gpus, **own, **common)
+            _start(num_cpus=ranks, num_gpus=gpus, **own, **common)
     except (OSError, ray.exceptions.AuthenticationError) as error:
         if not address:
             raise
@@ -70,6 +71,18 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
         yield
     finally:
         ray.shutdown()
+
+
+def _start(**arguments: Any) -> None:
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(**arguments)
+            return
+        except Exception as error:  # Ray has no class of its own for this one
+            if "timed out during startup" not in str(error) or not left:
+                raise
+            ray.shutdown()
+            print("Ray did not start within 30 s, as on a busy machine: it is started again", file=sys.stderr, flush=True)
 
 
 def _check_somebody_listens(address: str) -> None:

@@ -1,5 +1,7 @@
 """The FLOP formula against a count of a real model's matrix products, and the metrics that follow from it."""
 
+import json
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,7 +44,8 @@ def test_only_the_experts_that_a_token_goes_to_count():
 
 
 def test_tokens_per_second_and_mfu(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"], ' + str(SHAPE)[1:].replace("'", '"'))
+    fields = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SHAPE}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "c.yaml").write_text(
         f"model: {{path: '{tmp_path}'}}\ncluster: {{ranks_per_node: 2}}\nrun: {{dir: '{tmp_path}/run'}}\n"
     )
