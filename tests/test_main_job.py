@@ -53,7 +53,7 @@ def jobs(model, tmp_path_factory) -> dict[str, tuple[Path, str]]:
     return found | {"ray": (root / "ray", finish(start(model, root / "ray", [*QUICK, "cluster.launcher=ray"])))}
 
 
-@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.timeout(2 * TIMEOUT + 60)
 def test_metrics_of_every_step(jobs):
     run, _ = jobs["quick"]
     steps = rows(run / "metrics.jsonl")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants, worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.config.schema import Config, ConfigError
 from hybridflow.controller.waiting import waiting
+from hybridflow.supervise import end
 
 PATIENCE = 10  # seconds for a placement that the cluster could hold
 STARTS = 3  # of a Ray of the job's own, which gives up after 30 s: on a busy host it may take longer
@@ -74,6 +76,7 @@ def connected(config: Config, device: str, folder: str, environment: dict[str, s
 
 
 def _start(**arguments: Any) -> None:
+    own = set(psutil.Process().children(recursive=True))
     for left in reversed(range(STARTS)):
         try:
             ray.init(**arguments)
@@ -82,6 +85,7 @@ def _start(**arguments: Any) -> None:
             if "timed out during startup" not in str(error) or not left:
                 raise
             ray.shutdown()
+            end([process for process in psutil.Process().children(recursive=True) if process not in own])
             print("Ray did not start within 30 s, as on a busy machine: it is started again", file=sys.stderr, flush=True)
 
 
