@@ -59,7 +59,7 @@ def look(run_dir: Path, port: int = 0) -> Machine:
         cores=len(os.sched_getaffinity(0)),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
-        port=_try_port(port),
+        port=try_port(port),
         own_address=_own_address(),
         folder=str(folder),
         folder_free=shutil.disk_usage(folder).free if _writable(folder) else -1,
@@ -147,7 +147,8 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def _try_port(port: int) -> str:
+def try_port(port: int) -> str:
+    """Why nobody can listen at the port of this machine; empty where one can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last user has just left is free
         try:

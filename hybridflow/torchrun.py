@@ -13,6 +13,7 @@ from hybridflow.config.schema import Config, ConfigError
 from hybridflow.controller import rank_log
 from hybridflow.controller.hang import Watch
 from hybridflow.controller.placement import place
+from hybridflow.machine import try_port
 from hybridflow.rendezvous import Rendezvous, rendezvous
 from hybridflow.supervise import Job, supervise
 
@@ -50,15 +51,12 @@ def _check_port(meeting: Rendezvous) -> None:
     """Node 0 can listen where the ranks are to meet."""
     if meeting.node > 0 or not meeting.port:
         return
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", meeting.port))
-    except OSError as error:
+    fault = try_port(meeting.port)
+    if fault:
         raise ConfigError(
-            f"the ranks cannot meet at port {meeting.port} of this machine ({error.strerror}): set run.port (MASTER_PORT) to"
-            " another, on one node to 0 for a free one"
-        ) from error
+            f"the ranks cannot meet on this machine: {fault}: set run.port (MASTER_PORT) to another, on one node to 0 for a"
+            " free one"
+        )
 
 
 def describe(config: Config, meeting: Rendezvous) -> Job:

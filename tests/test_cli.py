@@ -254,7 +254,8 @@ def test_a_port_that_is_taken(path, monkeypatch, capfd):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         assert cli.main(["train", "--config", str(path), f"run.port={port}"]) == 2
-    assert f"the ranks cannot meet at port {port} of this machine (Address already in use): set" in capfd.readouterr().err
+    expected = f"the ranks cannot meet on this machine: port {port} cannot be listened at (Address already in use): set"
+    assert expected in capfd.readouterr().err
 
 
 def test_command_and_environment(path):
