@@ -34,7 +34,7 @@ roles:
   reward: {{forward_micro_batch_tokens: 32768, model: {{path: {classifier}}}}}
 algorithm: {{name: ppo, kl_coefficient: 0.01, kl_in: reward}}
 batch: {{prompts: 64, samples_per_prompt: 8, mini_batches: 2}}
-sampling: {{max_prompt_tokens: 32, max_response_tokens: 96}}
+sampling: {{max_prompt_tokens: 64, max_response_tokens: 96}}
 data:
   task: chain_sum
   options: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}}

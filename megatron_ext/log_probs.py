@@ -46,18 +46,13 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         mine = (local >= 0) & (local < valid)
         local = torch.where(mine, local, 0)
 
-        largest = logits.new_full((len(logits),), float("-inf"), dtype=torch.float32)
-        if valid:
-            largest = logits[:, :valid].amax(1).float() / temperature
+        largest, total, weighted = _statistics(logits, valid, temperature)
+        own = largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
-
-        sums = logits.new_zeros((3, len(logits)), dtype=torch.float32)  # exp(z), exp(z) z, z[label]; z less its maximum
-        for rows in _chunks(logits) if valid else ():
-            z = _scaled(logits[rows, :valid], temperature).sub_(largest[rows, None])
-            sums[2, rows] = torch.where(mine[rows], z.gather(1, local[rows, None]).squeeze(1), 0.0)
-            weights = z.exp()
-            sums[0, rows] = weights.sum(1)
-            sums[1, rows] = weights.mul_(z).sum(1)
+        drop = (own - largest).masked_fill_(own.isneginf(), 0.0)  # of a rank with nothing but padding: its sums are 0
+        shrink = drop.exp()
+        at_label = logits.gather(1, local[:, None]).squeeze(1).float() / temperature - largest
+        sums = torch.stack([shrink * total, shrink * (weighted + drop * total), torch.where(mine, at_label, 0.0)])
         dist.all_reduce(sums, group=tp_group)
 
         log_total = sums[0].log()
@@ -73,14 +68,59 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         logits, local, mine, log_normalizer = ctx.saved_tensors
         grad = logits if ctx.overwrite else torch.empty_like(logits)
         scale = grad_log_probs.float() / ctx.temperature
-        for rows in _chunks(logits):
-            if ctx.valid:
-                z = _scaled(logits[rows, : ctx.valid], ctx.temperature)
-                part = z.sub_(log_normalizer[rows, None]).exp_().mul_(-scale[rows, None])  # -softmax x gradient
-                part.scatter_add_(1, local[rows, None], (mine[rows] * scale[rows])[:, None])
-                grad[rows, : ctx.valid] = part
-            grad[rows, ctx.valid :] = 0
+        _gradient(logits, grad, ctx.valid, ctx.temperature, local, log_normalizer, scale, mine * scale)
         return grad, None, None, None, None, None
+
+
+def _statistics(logits: Tensor, valid: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of z = logits[:, :valid] / temperature, by rows: the largest, and with z less it the sums of exp(z) and of exp(z) z.
+
+    All [T] float32; minus infinity, 0 and 0 where `valid` is 0.
+    """
+    largest = logits.new_full((len(logits),), float("-inf"), dtype=torch.float32)
+    total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+    if not valid:
+        return largest, total, weighted
+    if logits.is_cuda:
+        from megatron_ext import log_prob_kernel  # Triton comes with torch for GPUs alone
+
+        log_prob_kernel.statistics(logits, valid, temperature, largest, total, weighted)
+        return largest, total, weighted
+    for rows in _chunks(logits):
+        z = _scaled(logits[rows, :valid], temperature)
+        largest[rows] = z.amax(1)
+        weights = z.sub_(largest[rows, None]).exp()
+        total[rows] = weights.sum(1)
+        weighted[rows] = weights.mul_(z).sum(1)
+    return largest, total, weighted
+
+
+def _gradient(
+    logits: Tensor,
+    grad: Tensor,
+    valid: int,
+    temperature: float,
+    labels: Tensor,
+    normalizer: Tensor,
+    scale: Tensor,
+    of_label: Tensor,
+) -> None:
+    """grad = -softmax(logits[:, :valid] / temperature) x scale, plus `of_label` at the label's column; 0 from `valid` on.
+
+    By rows: `normalizer` is the logsumexp over all ranks, `scale` the gradient on the log-prob over the temperature, `of_label`
+    the same, or 0 where the label is another rank's. `grad` may be `logits`.
+    """
+    if logits.is_cuda:
+        from megatron_ext import log_prob_kernel
+
+        log_prob_kernel.gradient(logits, grad, valid, temperature, labels, normalizer, scale, of_label)
+        return
+    for rows in _chunks(logits):
+        if valid:
+            z = _scaled(logits[rows, :valid], temperature)
+            part = z.sub_(normalizer[rows, None]).exp_().mul_(-scale[rows, None])
+            grad[rows, :valid] = part.scatter_add_(1, labels[rows, None], of_label[rows, None])
+        grad[rows, valid:] = 0
 
 
 def _chunks(logits: Tensor) -> list[slice]:

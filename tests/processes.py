@@ -1,12 +1,17 @@
 """Processes that tests start, and that may end while they are asked."""
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 import psutil
+
+# for PYTHONPATH: this checkout, and behind it what the tests themselves were started with
+PYTHON_PATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run(command: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess:

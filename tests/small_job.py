@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from hybridflow.controller import faults
 from hybridflow.data.tokenizer import character_tokenizer
+from tests.processes import PYTHON_PATH
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = 500
@@ -54,7 +55,7 @@ def start(config: Path | str, *overrides: str, **environment: str) -> subprocess
     return subprocess.Popen(
         [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(config), *overrides],
         cwd=ROOT,
-        env=outer | {"PYTHONPATH": str(ROOT)} | environment,
+        env=outer | {"PYTHONPATH": PYTHON_PATH} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,6 +20,7 @@ from hybridflow.controller import rank_log
 from hybridflow.rendezvous import JOB, rendezvous
 from tests import processes
 from tests.config.folders import write_config, write_model
+from tests.processes import PYTHON_PATH
 
 ROOT = Path(__file__).parents[1]
 
@@ -338,7 +339,7 @@ def job(path, tmp_path):
             torchrun.command = lambda *a: [w.replace("hybridflow.train", "stand_in.train") for w in original(*a)]
             sys.exit(torchrun.launch(config, "cpu", "c.yaml", ["mark={tmp_path}"]))
         """
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}", "TMPDIR": str(temporary)}
+        environment = {**os.environ, "PYTHONPATH": f"{PYTHON_PATH}{os.pathsep}{package.parent}", "TMPDIR": str(temporary)}
         with (tmp_path / "said").open("w") as said:
             process = subprocess.Popen(
                 [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, text=True, stderr=said

@@ -23,7 +23,7 @@ from hybridflow.controller import ray_cluster
 from hybridflow.controller.ray_cluster import Seat
 from hybridflow.ray_driver import settings
 from tests.config.folders import write_config, write_model
-from tests.processes import kill, living
+from tests.processes import PYTHON_PATH, kill, living
 from tests.world import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ class Job:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.controller.ray_job", str(config), *arguments],
                 cwd=ROOT,
-                env=os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)},
+                env=os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": PYTHON_PATH},
                 stdout=out,
                 stderr=err,
             )

@@ -64,3 +64,28 @@ def test_equal_torch(worlds, tp: int, vocab_size: int, dtype: torch.dtype, overw
         assert result["gradient"] < (5e-6 if dtype == torch.float32 else 2e-2)  # of values up to 4
         assert result["padding"] == 0
         assert result["dtypes"] and result["untouched"] and result["no_entropy_gradient"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab_size", "width"), [(152064, 152064), (151669, 151680), (5, 64), (0, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_equal_torch(vocab_size: int, width: int, dtype: torch.dtype):
+    from megatron_ext import log_probs
+
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(33, width, generator=generator) * 4).to(dtype)
+    labels = torch.randint(0, max(vocab_size, 1), (33,), generator=generator)
+    scale = torch.randn(33, generator=generator)
+    scale_of_label = scale * (torch.rand(33, generator=generator) > 0.5)
+    found = {}
+    for device in ("cpu", "cuda"):
+        own, own_labels, *scales = (t.to(device, copy=True) for t in (logits, labels, scale, scale_of_label))
+        largest, total, weighted = log_probs._statistics(own, vocab_size, 0.6)
+        normalizer = largest + total.log() if vocab_size else torch.zeros_like(largest)
+        log_probs._gradient(own, own, vocab_size, 0.6, own_labels, normalizer, *scales)
+        found[device] = [tensor.cpu() for tensor in (largest, total, weighted, own)]
+    for ours, expected in zip(found["cuda"][:3], found["cpu"][:3], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-5}
+    torch.testing.assert_close(found["cuda"][3], found["cpu"][3], **tolerance)
+    assert not found["cuda"][3][:, vocab_size:].any()

@@ -5,13 +5,12 @@ The ranks keep one engine; tests that use the same one stand together.
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from hybridflow.rollout.engine import Sampling
-from tests.processes import run
+from tests.processes import PYTHON_PATH, run
 from tests.rollout import models, scenarios
 
 PROMPTS = [[(i * 37 + j * 11) % models.VOCABULARY for j in range(5 + i)] for i in range(20)]  # more than max_num_seqs
@@ -183,7 +182,7 @@ def test_bad_requests_and_arguments_are_named(world, folders):
 def test_a_world_of_one_beside_another_job_on_the_host(world, folders, hf):
     """Without a launcher's variables, and while the four ranks above hold their engines."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": PYTHON_PATH}
     arguments = [sys.executable, "-m", "tests.rollout.alone", folders["qwen2"]]
     done = run(arguments, TIMEOUT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
