@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if inside_torchrun():
         return _train_rank(arguments, overrides)
+    from hybridflow import garbage
     from hybridflow.config.load import load
     from hybridflow.config.preflight import check, check_devices
     from hybridflow.rendezvous import rendezvous
@@ -100,7 +101,8 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from hybridflow.torchrun import launch
 
         return launch(config, check_devices(config), arguments.config, overrides)
-    models = _check_and_show(config)
+    with garbage.none_yet():  # the checks import torch and transformers
+        models = _check_and_show(config)
     if arguments.dry_run:
         from hybridflow.torchrun import plan
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from hybridflow import cli
+from hybridflow import cli, garbage
 from hybridflow.config.load import load
 from hybridflow.config.schema import Config
 from hybridflow.controller import hang
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 def run_rank(config: Config) -> None:
     """This rank's part, from joining the world to leaving it. A fault on any rank ends all of them (status 1)."""
-    from hybridflow.controller.process import Process
-    from hybridflow.controller.torchrun import TorchrunTransport, faults_end_rank, job_store
+    with garbage.none_yet():
+        from hybridflow.controller.process import Process
+        from hybridflow.controller.torchrun import TorchrunTransport, faults_end_rank, job_store
 
     rank = int(os.environ["RANK"])
     with faults_end_rank(rank, lambda: "joining the job"):
@@ -44,24 +45,25 @@ def run_rank(config: Config) -> None:
 
 def drive(config: Config, transport: "TorchrunTransport") -> None:
     """The one program that describes the run: data and rewards, the algorithm over the roles, the trained model."""
-    from hybridflow.algorithms.loop import make_algorithm, train
-    from hybridflow.algorithms.run import Run
-    from hybridflow.checkpoints.resume import find_start
-    from hybridflow.data.sources import open_source
-    from hybridflow.data.text import Text
-    from hybridflow.metrics.recorder import Recorder
-    from hybridflow.rewards.scoring import open_scoring
-    from hybridflow.roles.registry import handles
+    with garbage.none_yet():
+        from hybridflow.algorithms.loop import make_algorithm, train
+        from hybridflow.algorithms.run import Run
+        from hybridflow.checkpoints.resume import find_start
+        from hybridflow.data.sources import open_source
+        from hybridflow.data.text import Text
+        from hybridflow.metrics.recorder import Recorder
+        from hybridflow.rewards.scoring import open_scoring
+        from hybridflow.roles.registry import handles
 
-    hang.starting("opening data and rewards")
-    text = Text(config.model_path("actor"))
-    source = open_source(
-        config.data,
-        text.tokenizer,
-        config.sampling.max_prompt_tokens,
-        config.evaluation.problems,
-        config.warm_start.correct_fraction,
-    )
+        hang.starting("opening data and rewards")
+        text = Text(config.model_path("actor"))
+        source = open_source(
+            config.data,
+            text.tokenizer,
+            config.sampling.max_prompt_tokens,
+            config.evaluation.problems,
+            config.warm_start.correct_fraction,
+        )
     roles = handles(config, transport)
     start = find_start(config)
     with contextlib.ExitStack() as opened:
@@ -82,7 +84,8 @@ def main(config_path: str, overrides: list[str]) -> int:
     rank_log.to_file(rank)
     hang.register(rank)
     hang.starting("meeting the other ranks")
-    from hybridflow.controller.torchrun import quiet
+    with garbage.none_yet():
+        from hybridflow.controller.torchrun import quiet
 
     quiet()
     run_rank(load(config_path, overrides))

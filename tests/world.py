@@ -19,6 +19,7 @@ from collections.abc import Callable
 import psutil
 import torch.multiprocessing as mp
 
+from hybridflow import garbage
 from hybridflow.processes import end_with_parent
 from hybridflow.supervise import end
 
@@ -106,12 +107,15 @@ def _serve(rank: int, environment: dict, calls, results, cuda: bool) -> None:
     if cuda:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=torch.device("cuda", rank) if cuda else None)
+    with garbage.none_yet():
+        call = calls.get()  # imports what the function needs
     while True:
-        function, args, kwargs = calls.get()
+        function, args, kwargs = call
         try:
             results.put((rank, function(*args, **kwargs), None))
         except Exception:
             results.put((rank, None, traceback.format_exc()))
+        call = calls.get()
 
 
 _transports = itertools.count()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow import garbage
 from hybridflow.config.schema import Config
 from hybridflow.controller import groups, hang
 from hybridflow.controller.faults import as_rank_failed
@@ -62,7 +63,8 @@ class Process:
 
     def build(self) -> None:
         """Build this rank's roles. Collective over the pool."""
-        from hybridflow.roles.registry import build_roles
+        with garbage.none_yet():
+            from hybridflow.roles.registry import build_roles
 
         first = self.rank == self.pool[0]  # the others wait for the same, and need not say so too
         speaking = waiting("the roles to be built (engine start, model load)") if first else contextlib.nullcontext()

@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hybridflow import garbage
 from hybridflow.rollout import vllm_compat
 from hybridflow.rollout.engine_args import LOWEST_TEMPERATURE, check_not_owned
 from hybridflow.rollout.tiles import check_tp
@@ -103,7 +104,8 @@ class Engine:
             own["moe_backend"] = "triton"  # the others permute the experts after loading
         with vllm_compat.preserved_process_state():
             vllm_compat.set_launcher_environment(torch.cuda.current_device() if torch.cuda.is_available() else 0)
-            vllm_compat.apply_patches()
+            with garbage.none_yet():
+                vllm_compat.apply_patches()
             check_engine_args(engine_args or {})
             with vllm_compat.engines_of(order), vllm_compat.sockets_without_files():
                 self._llm = _build(own | defaults | (engine_args or {}), enable_sleep_mode=not self._on_cpu)
@@ -267,9 +269,10 @@ def _check_world(tp: int) -> None:
 
 
 def _build(arguments: dict[str, Any], enable_sleep_mode: bool) -> "LLMEngine":
-    from vllm import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
+    with garbage.none_yet():  # vLLM looks for some five times while it builds
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
 
     fixed = {
         "distributed_executor_backend": "external_launcher",

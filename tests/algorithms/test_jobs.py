@@ -18,17 +18,21 @@ SMALL = [
     "roles.actor={tp: 1, pp: 1, sequence_parallel: false}",
     "roles.rollout.tp=1",
 ]
-# Its warm start, shorter, and a step: two algorithms start where a model has just been taught to write sums.
+# Sums of two digits instead of three, which are learnt sooner. A short warm start on them, and a step: two algorithms start
+# where a model has just been taught to write sums.
+TWO_DIGITS = "data.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
 TEACH = [
-    "warm_start.steps=150",
-    "warm_start.optimizer.decay_steps=140",
+    TWO_DIGITS,
+    "warm_start.steps=100",
+    "warm_start.batch_size=64",
+    "warm_start.optimizer.decay_steps=90",
     "batch.prompts=2",
     "run.steps=1",
     "evaluation.problems=0",
 ]
-FOUR_EACH = ["batch.samples_per_prompt=4", "batch.prompts=64", "batch.mini_batches=1", "evaluation.problems=0"]
-LEARN = [*FOUR_EACH, "warm_start.steps=0", "run.steps=30"]
-CRITIC = "micro_batch_tokens: 2048, forward_micro_batch_tokens: 4096, optimizer: {lr: 3.0e-4}"
+FOUR_EACH = ["batch.samples_per_prompt=4", "batch.prompts=32", "batch.mini_batches=1", "evaluation.problems=0"]
+LEARN = [*FOUR_EACH, TWO_DIGITS, "warm_start.steps=0", "run.steps=20"]
+CRITIC = "micro_batch_tokens: 2048, forward_micro_batch_tokens: 4096, optimizer: {lr: 1.0e-3}"
 JOBS = {
     "remax": ["algorithm.name=remax"],
     "ppo": ["algorithm.name=ppo", f"roles.critic={{{CRITIC}}}"],
@@ -48,7 +52,8 @@ SAFE = [
     f"algorithm={{name: safe_rlhf, cost_limit: {LIMIT}, lambda_init: 0.5, lambda_lr: 0.2}}",
     "roles.actor.optimizer={lr: 4.0e-4, warmup_steps: 2, schedule: constant}",
     "roles.critic={micro_batch_tokens: 2048, forward_micro_batch_tokens: 4096, optimizer: {lr: 1.0e-3}}",
-    *("warm_start.steps=80", "warm_start.optimizer.decay_steps=78", "sampling.temperature=1.0", "run.steps=20"),
+    *("warm_start.steps=60", "warm_start.batch_size=64", "warm_start.optimizer.decay_steps=58"),
+    *("sampling.temperature=1.0", "run.steps=16"),
 ]
 
 
@@ -65,7 +70,7 @@ def taught(worlds, tmp_path_factory) -> Path:
 def test_the_reward_rises(worlds, taught, tmp_path, name):
     steps = train(worlds, taught, tmp_path / "run", *LEARN, *JOBS[name])
     rewards = [step["reward/mean"] for step in steps]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.12, rewards
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2, rewards
     assert all(step["reshard/verified"] in (True, None) for step in steps)
     # what is sampled for different ends comes from one rollout: the engine takes the weights once a step
     assert max(step["mismatch/log_prob_abs_max"] for step in steps) < 1e-3
@@ -74,7 +79,7 @@ def test_the_reward_rises(worlds, taught, tmp_path, name):
     if name == "ppo":
         explained = [step["critic/explained_variance"] for step in steps]
         assert explained[0] == 0  # a new head says the same of every token
-        assert sum(explained[-10:]) / 10 > 0.03, explained
+        assert sum(explained[-10:]) / 10 > 0.06, explained
         assert sum(step["critic/loss"] for step in steps[-10:]) / 10 < steps[0]["critic/loss"]
 
 
