@@ -7,6 +7,7 @@ from tests.world import World
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # for tiny models a second one only spins, on a core that the ranks of a world have use for
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 

@@ -55,7 +55,7 @@ def start(config: Path | str, *overrides: str, **environment: str) -> subprocess
     return subprocess.Popen(
         [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(config), *overrides],
         cwd=ROOT,
-        env=outer | {"PYTHONPATH": PYTHON_PATH} | environment,
+        env=outer | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"} | environment,  # a second thread only spins
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

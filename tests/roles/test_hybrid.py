@@ -76,10 +76,12 @@ def world(worlds):
 @pytest.fixture(scope="module")
 def expected(folders) -> dict[str, list[list[list[int]]]]:
     """HF's greedy tokens, by model, set of weights and prompt."""
-    return {
-        name: [[models.greedy(models.load_model(folder), prompt, 10) for prompt in PROMPTS] for folder in three]
-        for name, three in folders.items()
-    }
+
+    def tokens(folder: str) -> list[list[int]]:
+        model = models.load_model(folder)
+        return [models.greedy(model, prompt, 10) for prompt in PROMPTS]
+
+    return {name: [tokens(folder) for folder in three] for name, three in folders.items()}
 
 
 @pytest.mark.timeout(TIMEOUT + 60)

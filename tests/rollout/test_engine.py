@@ -3,6 +3,7 @@
 The ranks keep one engine; tests that use the same one stand together.
 """
 
+import functools
 import os
 import sys
 
@@ -35,6 +36,12 @@ def hf(folders) -> dict:
 
 
 @pytest.fixture(scope="module")
+def greedy(hf):
+    """`greedy(name)`: the tokens of transformers for every prompt."""
+    return functools.cache(lambda name: [models.greedy(hf[name], prompt, 12) for prompt in PROMPTS])
+
+
+@pytest.fixture(scope="module")
 def world(worlds):
     used = {}
 
@@ -49,10 +56,10 @@ def world(worlds):
 
 @pytest.mark.timeout(TIMEOUT + 60)
 @pytest.mark.parametrize(("family", "tp", "expert_parallel"), EXPERTS)
-def test_three_updates_of_experts_reach_the_engine(world, folders, hf, family: str, tp: int, expert_parallel: bool):
+def test_three_updates_of_experts_reach_the_engine(world, folders, greedy, family: str, tp: int, expert_parallel: bool):
     names = [f"{family}{seed}" for seed in (1, 2, 1)]
     results = world(scenarios.updates, [folders[name] for name in names], tp, expert_parallel, PROMPTS[:6], GREEDY)
-    expected = [[models.greedy(hf[name], prompt, 12) for prompt in PROMPTS[:6]] for name in names]
+    expected = [greedy(name)[:6] for name in names]
     assert expected[0] != expected[1]
     for number, tokens in enumerate(expected):
         assert [result[number]["tokens"] for result in results] == [tokens] * 4
@@ -62,13 +69,12 @@ def test_three_updates_of_experts_reach_the_engine(world, folders, hf, family: s
 @pytest.mark.timeout(TIMEOUT + 60)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 4, 2])
-def test_tokens_and_log_probs_equal_transformers(world, folders, hf, family: str, tp: int):
+def test_tokens_and_log_probs_equal_transformers(world, folders, hf, greedy, family: str, tp: int):
     sampled = Sampling(temperature=0.7, max_tokens=12)
     results = world(scenarios.against_hf, folders[family], tp, PROMPTS, [GREEDY, sampled])
-    expected = [models.greedy(hf[family], prompt, 12) for prompt in PROMPTS]
     for result in results:
-        greedy, random = result["generations"]
-        assert [g.tokens for g in greedy] == expected
+        best, random = result["generations"]
+        assert [g.tokens for g in best] == greedy(family)
         assert random == results[0]["generations"][1]  # same prompts and seed, whatever the engine and the ranks' RNGs
     for generation, prompt in zip(random, PROMPTS, strict=True):
         reference = models.log_probs(hf[family], prompt, generation.tokens, temperature=0.7)
@@ -147,9 +153,9 @@ def test_new_weights_take_effect_once_the_engine_is_told(world, folders, hf):
         assert result["untold"] != expected[0]  # else this test could not tell a stale cache from a fresh one
 
 
-def test_sleep_frees_the_kv_cache_and_misuse_is_named(world, folders, hf):
+def test_sleep_frees_the_kv_cache_and_misuse_is_named(world, folders, greedy):
     results = world(scenarios.sleep_and_wake, folders["qwen2"], 2, PROMPTS, GREEDY)
-    expected = [models.greedy(hf["qwen2"], prompt, 12) for prompt in PROMPTS]
+    expected = greedy("qwen2")
     for result in results:
         full, *others = result["sizes"]
         assert sum(full) == (16 * 3 + 1) * 32 * 512  # 16 sequences of 3 blocks, and a spare, of 32 tokens of 512 bytes
