@@ -23,7 +23,7 @@ from tests.processes import living
 from tests.small_job import TIMEOUT, finish, ranks_of, rows
 
 # The quickstart in small.
-QUICK = ["warm_start.steps=20", "run.steps=3", "evaluation.problems=16", "batch.prompts=16", "run.seed=3"]
+QUICK = ["warm_start={steps: 20, batch_size: 64}", "run.steps=3", "evaluation.problems=16", "batch.prompts=16", "run.seed=3"]
 # What the quickstart leaves out: DP, a reference, several epochs, sequences that don't divide over ranks.
 OTHER = [
     *("cluster.ranks_per_node=4", "roles.actor.tp=1", "roles.actor.pp=2", "roles.actor.sequence_parallel=false"),

@@ -12,6 +12,7 @@ decides what becomes of the process.
 
 import contextlib
 import datetime
+import gc
 import os
 from typing import Any
 
@@ -84,3 +85,4 @@ class Process:
                 self._worker.close()
             dist.barrier()
             dist.destroy_process_group()
+        gc.freeze()  # closing the engine has undone it: as it ends Python would walk everything once more, for 2 s
