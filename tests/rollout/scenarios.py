@@ -1,5 +1,6 @@
 """What the ranks of a test world do with engines. Engines are kept between calls, as building one takes seconds."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -206,5 +207,6 @@ def _state() -> dict:
         "python": random.getstate(),
         "environment": dict(os.environ),
         "threads": torch.get_num_threads(),
+        "garbage collector": gc.isenabled(),
         "functions": [id(function) for function in functions],
     }
