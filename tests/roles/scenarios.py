@@ -18,13 +18,19 @@ _kept: dict[str, object] = {}  # the engine between calls, as building one takes
 def _rollout(config: Config) -> Rollout:
     kind = config.model_path("rollout"), choose_layout(config).layout, config.roles.rollout.expert_parallel
     if _kept.get("kind") != kind:
-        if "rollout" in _kept:
-            _kept.pop("rollout").close()
+        close()
         _kept.update(rollout=Rollout("rollout", config), kind=kind)
     rollout = _kept["rollout"]
     rollout._transfers.clear()
     rollout.config = config  # the actor's layout is another one
     return rollout
+
+
+def close() -> None:
+    """The engine that is kept."""
+    if "rollout" in _kept:
+        _kept["rollout"].close()
+    _kept.clear()
 
 
 def reshard_and_generate(

@@ -68,9 +68,10 @@ def config(folders, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def world(worlds):
-    used = worlds(4, "hybrid")
+    used = worlds(4, "vllm")  # which tests/roles/test_jobs.py uses after this, and closes
     yield used
-    used.close()  # the engine that it keeps is no good for tests that make their own
+    if used.alive:
+        used.run(scenarios.close)
 
 
 @pytest.fixture(scope="module")

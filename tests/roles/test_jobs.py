@@ -42,6 +42,8 @@ warm_start: {steps: 20, batch_size: 64, optimizer: {lr: 3.0e-3}}
 evaluation: {problems: 4}
 run: {steps: 3}
 """
+PPO = ["algorithm={name: ppo, kl_in: reward}", "run.steps=3", "evaluation.problems=0"]
+CRITIC = "roles.critic={{pp: 2, micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}{0}}}"
 ALL_AWAY = ["roles.actor.release_weights=always", "roles.actor.offload=[optimizer]", "roles.reference.offload=[params]"]
 
 
@@ -88,13 +90,17 @@ def test_memory_that_leaves_changes_nothing(world, model, tmp_path):
     assert "warning" not in kept[0]["printed"] + gone[0]["printed"]
 
 
+@pytest.fixture(scope="module")
+def job_with_a_critic(world, model, tmp_path_factory) -> tuple[list[dict], dict]:
+    """Where all memory stays."""
+    return train(world, model, tmp_path_factory.mktemp("critic") / "kept", "bfloat16", *PPO, CRITIC.format(""))
+
+
 @pytest.mark.timeout(2 * TIMEOUT)
 @pytest.mark.parametrize("how", ["release_weights: always, offload: [optimizer]", "offload: [params, grads, optimizer]"])
-def test_a_critics_memory_that_leaves_changes_nothing(world, model, tmp_path, how):
-    ppo = ["algorithm={name: ppo, kl_in: reward}", "run.steps=3", "evaluation.problems=0"]
-    critic = "roles.critic={{pp: 2, micro_batch_tokens: 2048, optimizer: {{lr: 1.0e-3}}{0}}}"
-    kept, expected = train(world, model, tmp_path / "kept", "bfloat16", *ppo, critic.format(""))
-    gone, found = train(world, model, tmp_path / "gone", "bfloat16", *ppo, critic.format(f", {how}"))
+def test_a_critics_memory_that_leaves_changes_nothing(world, model, job_with_a_critic, tmp_path, how):
+    kept, expected = job_with_a_critic
+    gone, found = train(world, model, tmp_path / "gone", "bfloat16", *PPO, CRITIC.format(f", {how}"))
     assert [rank["critic_away"] for rank in kept] == [[False] * 3] * 2
     assert [rank["critic_away"] for rank in gone] == [[True] * 3] * 2
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -132,7 +138,7 @@ def test_a_critic_and_a_reward_model_in_layouts_of_their_own(worlds, model, tmp_
     scorer = f"roles: {{reward: {{model: {{path: {classifier}}}}}}}"
     config = write_recipe(tmp_path / "c.yaml", model, tmp_path / "run", FOUR, scorer)
     check(load(config))
-    four = worlds(4, "jobs")
+    four = worlds(4, "vllm")  # as test_hybrid.py has left it
     steps = four.run(jobs.train, str(config), [], timeout=TIMEOUT)[0]["steps"]
     four.close()
     assert [step["reshard/verified"] for step in steps] == [True, None, None]
