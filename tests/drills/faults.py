@@ -1,6 +1,6 @@
 """Drills of what may befall a job, each with a real one on CPU ranks, by hand:
 
-python -m tests.drills.faults [NAME ...]          # such as hang nan; all of them: about 40 minutes on 2 busy cores
+python -m tests.drills.faults [NAME ...]          # such as hang nan; all of them: about an hour on 2 cores
 
 A drill prints a line for each job: seconds from the fault to its end, exit status, what is left of it, and what was seen. The
 job is PPO with an adapted KL penalty (tests/checkpoints/test_killed_job.py): three models, two optimizers.
