@@ -21,10 +21,10 @@ from tests.small_job import rows
 # --- kills
 
 # More steps than ten starts can take; answers long enough for the rollout to be hit.
-KILLED = ("run.steps=32", "run.save_every=1", "sampling.max_response_tokens=24")
+KILLED = ("run.steps=40", "run.save_every=1", "sampling.max_response_tokens=24")
 PHASES = ("rollout", "update", "save")
 AIMS = (*PHASES, *PHASES, *PHASES, "any phase")
-MORE_STEPS = 1  # of a start, at most, before the one in which it is killed
+MORE_STEPS = 2  # of a start, at most, before the one in which it is killed
 KEPT = 2  # run.keep_checkpoints
 
 
@@ -34,7 +34,7 @@ def kills(folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     finish(start(folder, "whole", *KILLED), PATIENCE)
     seconds = _seconds_of_phases(folder / "whole")
-    hit = Counter()
+    hit, last = Counter(), 0
     for number, aim in enumerate(chance.sample(AIMS, len(AIMS)), start=1):
         job = Drilled(folder, "killed", *KILLED)
         output = _kill_at_random(job, aim, seconds, chance)
@@ -42,7 +42,9 @@ def kills(folder: Path, seed: int) -> None:
         hit[next((known for known in PHASES if phase.startswith(known)), "another phase")] += 1
         reported = [int(step) for step in re.findall(r"saved \S+/step-(\d+) ", output)]
         whole, broken = find(job.run / "checkpoints")
+        last = max([last, *reported])
         assert set(reported[-KEPT:]) <= {checkpoint.step for checkpoint in whole}, (reported, whole, broken)
+        assert not last or whole[0].step >= last, (last, whole, broken)  # of all starts
         newest = f"step {whole[0].step}" if whole else "none"
         half = f"; {len(broken)} not written to its end" if broken else ""
         saved = f"saved in this start {reported}; newest whole one: {newest}{half}"
