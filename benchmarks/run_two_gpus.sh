@@ -9,7 +9,7 @@
 #   bubble      7.6B Qwen2 shape, 28 layers: 1F1B m = 4, 8, 16 and v = 2 (4 min); Llama-8B shape, 32 layers: v = 2, 4 (4 min);
 #               the meter's own cost (2 min)
 #   update      update and log-probs in TP2 (2.5 min), PP2, PP2 x VPP2, DP2 (4.5 min), all of 64k tokens
-#   tune        one change at a time to them: 4 min; Transformer Engine's kernel and CUDA graphs 1 min each
+#   tune        one change at a time to them: 4 min; Transformer Engine's kernels and CUDA graphs 1 min each
 #   rollout     TP2 and TP1 against plain vLLM in the same run: 2 x 4 min
 #   unseen      another length, another model: what no calibration has seen: 4 min
 #   forecast    calibrated on TP2 alone, held against all the rest that is in --out: seconds, needs no GPU
@@ -88,6 +88,10 @@ tune() { # what pays stays in the recipes and in update's layouts
   row "gradients reduced behind the last backward" "${shared[@]}" roles.actor.overlap_grad_reduce=true
   training tune "${quick[@]}"
   [[ -z $DRY_RUN ]] || return 0 # the others are Transformer Engine's alone
+  local activation=roles.actor.megatron.use_te_activation_func=true
+  row "Transformer Engine's SwiGLU" "${eight[@]}" "${tp2[@]}" $activation
+  row "Transformer Engine's SwiGLU" "${shared[@]}" $activation
+  training tune_activation "${quick[@]}"
   row "one kernel rotates query and key" "${eight[@]}" "${tp2[@]}" roles.actor.megatron.fused_single_qkv_rope=true
   training tune_rope "${quick[@]}"
   row "CUDA graphs of layers" "${eight[@]}" "${pp2[@]}" roles.actor.megatron.cuda_graph_impl=local

@@ -42,6 +42,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks import record  # noqa: E402
 from benchmarks.bandwidth import device_here, most, seconds_of  # noqa: E402
+from benchmarks.gpu_use import watched  # noqa: E402
 from benchmarks.reshard import join_world, release_memory  # noqa: E402
 from benchmarks.runs import rollout_run, training_run  # noqa: E402
 from hybridflow.algorithms.objectives import policy_objective  # noqa: E402
@@ -259,7 +260,8 @@ def figures(
     hf, lengths = HFConfig.from_folder(config.model_path("actor")), batch.lengths().tolist()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_of(call, arguments.steps, warm_up=arguments.warmup)
+    with watched() as use:
+        seconds = seconds_of(call, arguments.steps, warm_up=arguments.warmup)
     median, known = statistics.median(seconds), gpu()
     flops = share * training_flops(hf, lengths) * layout.dp / layout.world_size / median
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else device.memory_in_use()
@@ -273,6 +275,7 @@ def figures(
         "mfu": flops / known.bf16_flops if known else None,
         "peak_allocated_bytes": int(most(peak)),
         "peak_of_call_bytes": int(most(peak - beside)),
+        "gpu": use,
     }
 
 
@@ -411,7 +414,13 @@ def line(name: str, result: dict[str, Any], note: str) -> str:
     text += f"  {result['flops_per_second_per_gpu'] / 1e12:.2f} TFLOP/s/GPU"
     if result["mfu"] is not None:
         text += f"  MFU {100 * result['mfu']:.1f}%"
-    return text + f"  peak {result['peak_allocated_bytes'] / 2**30:.1f} GiB" + (f"  {note}" if note else "")
+    text += f"  peak {result['peak_allocated_bytes'] / 2**30:.1f} GiB"
+    use = result["gpu"]
+    if "gpu/sm_clock_hz_mean" in use:
+        text += f"  {use['gpu/sm_clock_hz_mean'] / 1e6:,.0f} MHz"
+    if "gpu/power_watts_mean" in use:
+        text += f" {use['gpu/power_watts_mean']:.0f} W"
+    return text + (f"  {note}" if note else "")
 
 
 if __name__ == "__main__":

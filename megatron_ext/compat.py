@@ -258,6 +258,9 @@ def _quieten() -> None:
     # 0.19 says at every asynchronous save of its own that another package's will replace it; goes when we follow
     checkpointing = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
     checkpointing.addFilter(lambda record: "async save is deprecated" not in record.getMessage())
+    # 0.19 warns at every wrapped chunk that it lays the gradient buffers out itself; goes when upstream takes that for granted
+    wrapping = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
+    wrapping.addFilter(lambda record: "full_param_layout not provided" not in record.getMessage())
     for message in (
         "The .grad attribute of a Tensor that is not a leaf",  # the optimizer asks its fp32 shards, 0.16 .. 0.19
         # CUDA_DEVICE_MAX_CONNECTIONS, which device.install() sets on CUDA

@@ -35,15 +35,19 @@ def default_spec(dtype: torch.dtype = torch.bfloat16) -> str:
     return "te" if te and dtype != torch.float32 else "local"
 
 
-def layer_spec(hf: HFConfig, spec: str) -> ModuleSpec:
-    """The spec of one decoder layer.
+def layer_spec(hf: HFConfig, spec: str, te_activation: bool = False) -> ModuleSpec:
+    """The spec of one decoder layer. `te_activation`: what the config's use_te_activation_func asks for.
 
     Raises:
-        ValueError: `spec` is not one of SPECS.
+        ValueError: `spec` is not one of SPECS, or has no such activation.
     """
+    if te_activation and spec != "te":  # Megatron would call the bare function, without the gate
+        raise ValueError(f"megatron.use_te_activation_func=true: the {spec} layer spec, without Transformer Engine, has none")
     experts = {"num_experts": hf.num_experts, "moe_grouped_gemm": spec == "te"} if hf.is_moe else {}
     if spec == "te":
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=hf.qk_norm, **experts)
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=hf.qk_norm, use_te_activation_func=te_activation, **experts
+        )
     if spec != "local":
         raise ValueError(f"layer spec {spec!r} is unknown: use one of {', '.join(SPECS)}")
     layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm", **experts)
@@ -55,9 +59,9 @@ def layer_spec(hf: HFConfig, spec: str) -> ModuleSpec:
     return layer
 
 
-def block_spec(hf: HFConfig, spec: str, num_layers: int) -> TransformerBlockSubmodules:
+def block_spec(hf: HFConfig, spec: str, num_layers: int, te_activation: bool = False) -> TransformerBlockSubmodules:
     """The spec of a chunk of `num_layers` layers. Given one layer's spec alone, upstream picks its own final norm."""
-    layer = layer_spec(hf, spec)
+    layer = layer_spec(hf, spec, te_activation)
     if spec == "te":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:

@@ -73,6 +73,8 @@ def transformer_config(
         fields |= _experts(hf, layout)
         if recompute == "mlp":
             fields["recompute_modules"] = ["moe"]
+    if overrides.get("use_te_activation_func"):  # upstream has either
+        fields["bias_activation_fusion"] = False
     merged = {**fields, **overrides}
     # Upstream gives an output's memory back while an overlapped send may still read it (0.16 .. 0.19): it holds the tensor,
     # not its storage. Transfers that are waited for can't have that
@@ -97,7 +99,7 @@ def build_model(hf: HFConfig, layout: Layout, config: TransformerConfig, spec: s
     for index in range(layout.vpp):
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(hf, spec, len(layers[index])),
+            transformer_layer_spec=block_spec(hf, spec, len(layers[index]), config.use_te_activation_func),
             vocab_size=padded_vocab_size(hf.vocab_size, layout.tp),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=stage == 0 and index == 0,

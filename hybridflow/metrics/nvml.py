@@ -23,6 +23,8 @@ SHOWN = {
     "utilization": ("gpu/utilization_mean", statistics.fmean),  # 0 to 1: the time in which any kernel ran
     "memory_bytes": ("gpu/memory_bytes_max", max),  # of all processes
     "power_watts": ("gpu/power_watts_mean", statistics.fmean),
+    "sm_clock_hz": ("gpu/sm_clock_hz_mean", statistics.fmean),
+    "power_capped": ("gpu/power_capped", statistics.fmean),  # 0 to 1: readings at which the power limit held the clocks down
     "nvlink_bytes_per_second": ("gpu/nvlink_bytes_per_second", statistics.fmean),  # sent and received, as the next
     "pcie_bytes_per_second": ("gpu/pcie_bytes_per_second", statistics.fmean),
 }
@@ -134,6 +136,8 @@ class _Gpu:
             ("utilization", self._utilization),
             ("memory_bytes", self._memory),
             ("power_watts", self._power),
+            ("sm_clock_hz", self._clock),
+            ("power_capped", self._capped),
             ("nvlink_bytes_per_second", self._nvlink),
             ("pcie_bytes_per_second", self._pcie),
         ):
@@ -156,6 +160,13 @@ class _Gpu:
 
     def _power(self) -> float:
         return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000  # from milliwatts
+
+    def _clock(self) -> float:
+        return 1e6 * self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)
+
+    def _capped(self) -> float:
+        reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+        return float(bool(reasons & self._nvml.nvmlClocksThrottleReasonSwPowerCap))
 
     def _pcie(self) -> float:
         """NVML counts for 20 ms each way, in KB/s."""

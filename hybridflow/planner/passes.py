@@ -17,8 +17,7 @@ from megatron_ext.layout import Layout
 
 Causes = dict[str, float]  # seconds by what they are spent on
 
-LOGIT_TRAFFIC = 30  # bytes a pass reads and writes per logit: the 16-bit logit, and fp32 copies, in chunks
-LOSS_BUFFERS = 3 * (64 << 20)  # of those chunks: megatron_ext.log_probs.CHUNK_ELEMENTS
+LOGIT_TRAFFIC = 3  # bytes per 16-bit logit: read once forward; read, and the gradient written over it, backward; the mean
 ACCUMULATION_TRAFFIC = 10  # bytes per parameter to add a 16-bit gradient to the fp32 one
 OPTIMIZER_TRAFFIC = 34  # per parameter of the rank's shard: gradient, two moments and master read, three written, weight, norm
 LOCAL_TRAFFIC = 8  # per parameter of the rank: gradients zeroed, scaled
@@ -247,10 +246,10 @@ def _optimizer(machine: Machine, task: Task) -> Causes:
     return worst
 
 
-def _logit_bytes(task: Task, per_logit: float, buffers: float) -> float:
+def _logit_bytes(task: Task) -> float:
     if task.hf.head != "lm":
         return 0.0
-    return per_logit * task.micro.tokens * task.hf.vocab_size / task.layout.tp + buffers
+    return task.itemsize * task.micro.tokens * task.hf.vocab_size / task.layout.tp
 
 
 def _update_memory(task: Task) -> tuple[float, ...]:
@@ -261,14 +260,15 @@ def _update_memory(task: Task) -> tuple[float, ...]:
     whole = counts.activation_bytes(task.hf, task.layout, task.itemsize)
     once = tokens * (whole if task.recompute == "full" else whole - kept)
     found = [tokens * kept * n + once for n in counts.layers_in_flight(task.hf, task.layout, task.runs)]
-    found[-1] += _logit_bytes(task, task.itemsize, LOSS_BUFFERS)
+    found[-1] += _logit_bytes(task)
     return tuple(found)
 
 
 def _forward_memory(task: Task) -> tuple[float, ...]:
-    """One layer's tensors, and on the last stage the logits."""
+    """One layer's tensors; on the last stage the logits with what they come from, once the last layer's tensors are gone."""
     found = [task.micro.tokens * counts.activation_bytes(task.hf, task.layout, task.itemsize)] * task.layout.pp
-    found[-1] += _logit_bytes(task, task.itemsize, LOSS_BUFFERS)
+    hidden = task.micro.tokens * task.hf.hidden_size * task.itemsize
+    found[-1] = max(found[-1], _logit_bytes(task) + hidden)
     return tuple(found)
 
 

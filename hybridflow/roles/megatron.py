@@ -35,7 +35,7 @@ class MegatronRole(Role):
         self.layout = layout = config.layout(name)
         self.model_path, self.dtype = config.model_path(name), getattr(torch, config.dtype(name))
         self.hf = config.read_model(name)
-        self.spec = layers.default_spec()
+        self.spec = layers.default_spec(self.dtype)
         self.state = _parallel_state(name, config)
         self._meter = BubbleMeter(self.state.coordinates.pp) if config.run.profile else None
         self._transfers: dict[str, WeightTransfer] = {}

@@ -117,5 +117,7 @@ def test_specs():
     assert attention.q_layernorm.__name__ == attention.k_layernorm.__name__ == "Norm"
     with pytest.raises(ValueError, match="'fast' is unknown: use one of local, te"):
         layer_spec(hf, "fast")
+    with pytest.raises(ValueError, match="use_te_activation_func=true: the local layer spec, without .*, has none"):
+        layer_spec(hf, "local", te_activation=True)
     if not torch.cuda.is_available():
         assert default_spec() == "local"

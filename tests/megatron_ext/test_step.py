@@ -246,6 +246,8 @@ def one_gpu():
 
 # every token goes to every expert: rounding cannot choose others than HF does
 ALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+# how layers may be built on a GPU: the spec, and fields of TransformerConfig
+BUILDS = [("local", {}), ("te", {}), ("te", {"gradient_accumulation_fusion": True, "use_te_activation_func": True})]
 
 
 @pytest.mark.gpu
@@ -269,9 +271,9 @@ def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu, family: str, sizes
     expected = to_megatron(hf_gradients, hf, layout, 0)
     state = ParallelState("actor", layout, seed=1)
     on_gpu = [{name: value.cuda() for name, value in item.items()} for item in items]
-    for spec in ("local", "te") if importlib.util.find_spec("transformer_engine") else ("local",):
+    for spec, fields in BUILDS if importlib.util.find_spec("transformer_engine") else BUILDS[:1]:
         with state.current():
-            config = transformer_config(hf, layout, torch.bfloat16)
+            config = transformer_config(hf, layout, torch.bfloat16, overrides=fields)
             chunks = build_model(hf, layout, config, spec)
             fill(chunks, reference.state_dict(), hf, layout, 0)
             wrapped = wrap(chunks, config)
@@ -281,8 +283,8 @@ def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu, family: str, sizes
         for item, row in zip(items, rows, strict=True):
             with torch.no_grad():
                 log_probs, _ = scenarios.hf_log_probs(reference, item["tokens"], TEMPERATURE)
-            assert (row["log_probs"][1:].cpu() - log_probs).abs().mean() < 0.05, spec
+            assert (row["log_probs"][1:].cpu() - log_probs).abs().mean() < 0.05, (spec, fields)
         for name, parameter in named_parameters(wrapped):
             difference = (parameter.main_grad.cpu() - expected[name]).norm() / expected[name].norm()
             most = 0.2 if "linear_qkv.bias" in name else 0.1 if hf.is_moe else 0.05
-            assert difference < most, (spec, name, difference)
+            assert difference < most, (spec, fields, name, difference)

@@ -1,5 +1,6 @@
 """GPU use by a made-up NVML; no GPU is needed."""
 
+import itertools
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
@@ -14,6 +15,7 @@ class FakeNvml(ModuleType):
     """Two GPUs, the second cut into two MIG slices, which have no utilisation, power or PCIe counter. Handles are UUIDs."""
 
     NVML_SUCCESS, NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 0, 1
+    NVML_CLOCK_SM, nvmlClocksThrottleReasonSwPowerCap = 1, 4
     NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
 
     class NVMLError(Exception):
@@ -24,6 +26,7 @@ class FakeNvml(ModuleType):
         self.uuids = {0: ["GPU-aaaa"], 1: ["GPU-bbbb", "MIG-cccc", "MIG-dddd"]}
         self.links = {"GPU-aaaa": 1000}  # KiB so far, each way
         self.used, self.starts = [5 << 30, 7 << 30, 6 << 30], True
+        self.reasons = itertools.cycle([0, 4 | 1, 0, 2])  # of every four readings one under the power limit
 
     def nvmlInit(self):
         if not self.starts:
@@ -66,6 +69,14 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetPowerUsage(self, handle):
         self.of_gpus_only(handle)
         return 350_000
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        self.of_gpus_only(handle)
+        return {self.NVML_CLOCK_SM: 1410}[kind]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        self.of_gpus_only(handle)
+        return next(self.reasons)
 
     def nvmlDeviceGetPcieThroughput(self, handle, way):
         self.of_gpus_only(handle)
@@ -132,6 +143,8 @@ def test_readings_add_up_until_they_are_taken(fake, clock):
             "utilization": 0.8,
             "memory_bytes": 7 << 30,
             "power_watts": 350.0,
+            "sm_clock_hz": 1.41e9,
+            "power_capped": 1 / 3,
             "nvlink_bytes_per_second": 2 * 3000 * 1024 / 2,
             "pcie_bytes_per_second": 2_500_000,
         }
@@ -158,7 +171,7 @@ def test_what_a_gpu_does_not_have_is_left_out(fake, clock):
         watch.read()
     slice_, gpu = watch.take()
     assert set(slice_) == {"memory_bytes"}
-    assert set(gpu) == {"memory_bytes", "utilization", "power_watts", "pcie_bytes_per_second"}
+    assert set(gpu) == {"memory_bytes", "utilization", "power_watts", "sm_clock_hz", "power_capped", "pcie_bytes_per_second"}
     metrics = gpu_metrics([slice_, gpu])
     assert metrics["gpu/utilization_mean"] == pytest.approx(0.8) and "gpu/nvlink_bytes_per_second" not in metrics
     assert gpu_metrics([]) == gpu_metrics([{}]) == {}
