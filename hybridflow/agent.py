@@ -25,6 +25,7 @@ from hybridflow.processes import END, end_with_parent, ignore_polite_signals
 def main(arguments: list[str]) -> int:
     end_with_parent(END)
     ignore_polite_signals()
+    faults.set_room_aside()
     killed = _kill_ranks()
     _say_while_waiting_for_nodes()
     logging.disable(logging.ERROR)  # "Sending process ... closing signal SIGTERM", and the like for every rank

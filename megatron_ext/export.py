@@ -68,16 +68,18 @@ def export_hf(
     shards = split_into_files(shapes, dtype.itemsize, max_shard_bytes)
     destination = Path(destination).absolute()
     partial = destination.parent / f".{destination.name}.partial"
-    _on_first_rank(lambda: prepare_folder(Path(model_folder), partial, hf, dtype), rank, group)
+    _on_first_rank(lambda: prepare_folder(Path(model_folder), partial, hf, dtype), partial, rank, group)
     weight_map = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(names, file)
         tensors = {name: _gather(parameters, holders[name], shapes[name], dtype, rank, group) for name in names}
-        _on_first_rank(lambda t=tensors, f=file: save_file(t, partial / f, metadata={"format": "pt"}), rank, group)
+        _on_first_rank(lambda t=tensors, f=file: save_file(t, partial / f, metadata={"format": "pt"}), partial, rank, group)
         del tensors
     total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-    _on_first_rank(lambda: finish_folder(partial, destination, weight_map if len(shards) > 1 else {}, total), rank, group)
+    _on_first_rank(
+        lambda: finish_folder(partial, destination, weight_map if len(shards) > 1 else {}, total), partial, rank, group
+    )
 
 
 def _holders(tiles: Sequence[TileMap], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Held]]:
@@ -148,18 +150,20 @@ def _gather(
     return whole
 
 
-def _on_first_rank(action: Callable[[], None], rank: int, group: dist.ProcessGroup | None) -> None:
-    """Run `action` on rank 0. If it fails there it fails everywhere, so that no rank waits for one that has gone."""
+def _on_first_rank(action: Callable[[], None], partial: Path, rank: int, group: dist.ProcessGroup | None) -> None:
+    """Run `action`, which writes into `partial`, on rank 0. If it fails there it fails everywhere, so that no rank waits for
+    one that has gone, and what is half-written is deleted."""
     failure: list[str | None] = [None]
     if rank == 0:
         try:
             action()
         except (OSError, SafetensorError) as error:
             failure = [f"{type(error).__name__}: {error}"]
+            shutil.rmtree(partial, ignore_errors=True)
     if dist.is_initialized():
         dist.broadcast_object_list(failure, group=group, group_src=0)
     if failure[0]:
-        raise OSError(f"the export failed on rank 0: {failure[0]}")
+        raise OSError(f"{partial} could not be written, the export failed on rank 0: {failure[0]}")
 
 
 def copy_about(model_folder: Path, destination: Path, hf: HFConfig, dtype: torch.dtype | str) -> None:

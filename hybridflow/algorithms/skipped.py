@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridflow.batch import Batch
+from hybridflow.writing import writing
 
 _LENGTHS = ".lengths"  # of a ragged field, beside its values
 
@@ -51,7 +52,8 @@ def save_batch(batch: Batch, path: Path) -> None:
         else:
             tensors[name] = batch[name].contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
+    with writing(path):
+        save_file(tensors, path)
 
 
 def load_batch(path: str | Path) -> Batch:

@@ -14,12 +14,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from hybridflow.controller import notes
 
 FOLDER = "HYBRIDFLOW_FAULTS"  # in the ranks' environment; not set where the user started torchrun
 DRIVER = -1  # for a rank: the driver, where it is a process of its own
 _EXITS = "exits-*.json"  # one for each node
+_ROOM = 16 << 10  # bytes set aside for a note: a full disk may be the very fault
 LAST_WORDS: list[Callable[[], None]] = []  # what there is to be said elsewhere before a fault ends this process at once
 # How the loss of a peer looks from here: gloo raises RuntimeError and nothing else, NCCL and the store errors of their own.
 _LOST = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe")
@@ -81,7 +84,8 @@ def describe(rank: int, where: str, error: BaseException) -> Fault:
 def report(fault: Fault) -> None:
     """Print the fault, and note it for `cause`."""
     _note(fault)
-    print(fault.text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the rank's log may be on a disk that is full
+        print(fault.text, file=sys.stderr, flush=True)
 
 
 def say_last_words() -> None:
@@ -95,8 +99,8 @@ def _note(fault: Fault) -> None:
     folder = os.environ.get(FOLDER)
     if folder:
         try:
-            _write(Path(folder) / f"rank-{fault.rank}.json", asdict(fault))
-        except OSError as error:  # a full disk may be the very fault: the line is printed in any case
+            _write(Path(folder) / f"rank-{fault.rank}.json", asdict(replace(fault, text="")))
+        except OSError as error:  # the line is printed in any case
             print(f"rank {fault.rank}: could not note the fault in {folder}: {error}", file=sys.stderr)
 
 
@@ -108,11 +112,22 @@ def note_exits(statuses: dict[int, int]) -> None:
         _write(Path(folder) / _EXITS.replace("*", socket.gethostname()), note)
 
 
+def set_room_aside(rank: int | None = None) -> None:
+    """For this rank's fault; without a rank for the exits of this node's."""
+    folder = os.environ.get(FOLDER)
+    if folder:
+        name = _EXITS.replace("*", socket.gethostname()) if rank is None else f"rank-{rank}.json"
+        notes.write(_being_written(Path(folder) / name), "", _ROOM)
+
+
 def _write(path: Path, content: dict) -> None:
     """At once: another node may be reading."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content))
-    new.replace(path)
+    notes.write(_being_written(path), json.dumps(content), _ROOM)
+    _being_written(path).replace(path)
+
+
+def _being_written(path: Path) -> Path:
+    return path.with_suffix(".new")
 
 
 def only_lost(folder: Path) -> bool:
@@ -131,8 +146,8 @@ def cause(folder: Path, placed: Sequence[str] = (), at: str = "") -> str | None:
     own = [fault for fault in faults if not fault.lost]
     if own:
         return own[0].line
-    notes = [json.loads(path.read_text()) for path in sorted(folder.glob(_EXITS))]
-    exits = [(rank, status, note["host"]) for note in notes for rank, status in note["statuses"].items()]
+    noted = [json.loads(path.read_text()) for path in sorted(folder.glob(_EXITS))]
+    exits = [(rank, status, note["host"]) for note in noted for rank, status in note["statuses"].items()]
     # torchrun ends the others with SIGTERM
     killed = [(rank, -status, host) for rank, status, host in exits if status < 0 and -status != signal.SIGTERM]
     if killed:

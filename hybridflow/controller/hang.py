@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from hybridflow.controller import faults
+from hybridflow.controller.notes import read, write
 from hybridflow.processes import DUMP
 
 _PROGRESS, _HUNG, _STOPPED = "progress", "hung", "signal-stopped-"
@@ -39,7 +40,7 @@ def progress(what: str) -> None:
     """The driver is at `what` now, such as "update, after 3 steps"."""
     folder = os.environ.get(faults.FOLDER)
     if folder:
-        (Path(folder) / _PROGRESS).write_text(what)
+        write(Path(folder) / _PROGRESS, what)
 
 
 def starting(what: str) -> None:
@@ -60,21 +61,21 @@ def note_start(rank: int, what: str) -> None:
     """`starting` of a rank that cannot note it itself."""
     folder = os.environ.get(faults.FOLDER)
     if folder:
-        (Path(folder) / f"{_PIECE}{rank}").write_text(what)
+        write(Path(folder) / f"{_PIECE}{rank}", what)
         progress(START)  # the same text from all ranks: they may write at the same time
 
 
-def latest(notes: Path) -> str:
+def latest(folder: Path) -> str:
     """What the driver noted last that it is at; empty where it has noted nothing yet."""
-    path = notes / _PROGRESS
-    return path.read_text() if path.exists() else ""
+    return read(folder / _PROGRESS)
 
 
 def register(rank: int) -> None:
     """On the signal DUMP the stacks of all threads of this rank go to a file of its own among the job's notes. What it is
-    `starting` goes there, too."""
+    `starting` goes there, too, and a fault of it finds room there."""
     global _rank
     _rank = rank
+    faults.set_room_aside(rank)
     folder = os.environ.get(faults.FOLDER)
     if folder:
         path = Path(folder) / f"stacks-{rank}@{socket.gethostname()}@{os.getpid()}"
@@ -155,13 +156,13 @@ class Watch:
             return self._seen[0]
         pieces: dict[str, list[int]] = {}
         for rank, path in sorted((int(path.name.removeprefix(_PIECE)), path) for path in notes.glob(f"{_PIECE}*")):
-            pieces.setdefault(path.read_text(), []).append(rank)
+            pieces.setdefault(read(path), []).append(rank)
         return f"{START} ({'; '.join(f'{_names(ranks)}: {piece}' for piece, ranks in pieces.items())})"
 
     def _overdue(self, notes: Path) -> bool:
         path = notes / _PROGRESS
         if path.exists():
-            seen = path.read_text(), path.stat().st_mtime_ns
+            seen = read(path), path.stat().st_mtime_ns
             if seen != self._seen:
                 self._seen, self._since = seen, self.clock()
         waited = self.clock() - self._since

@@ -8,7 +8,7 @@ of a job share, so that any node may have got the signal.
 import os
 from pathlib import Path
 
-from hybridflow.controller import faults
+from hybridflow.controller import faults, notes
 
 REQUEUE = 99  # exit status: ended early and in order, to be started again
 READY, ASKED, LEFT = "stoppable", "stop-asked", "stopped"  # names of notes
@@ -22,13 +22,12 @@ class Stopping:
         folder = os.environ.get(faults.FOLDER)
         self._folder = Path(folder) if folder else None
         if self._folder:
+            notes.write(self._folder / ASKED, "")
             (self._folder / READY).touch()
 
     def asked(self) -> str:
         """The name of the signal after which the job is to end; empty while there was none."""
-        if self._folder is None or not (self._folder / ASKED).exists():
-            return ""
-        return (self._folder / ASKED).read_text()
+        return notes.read(self._folder / ASKED) if self._folder else ""
 
     def left(self) -> None:
         """Everything is saved and the job ends by itself now, before its last step."""
@@ -39,7 +38,7 @@ def ask(folder: Path, signal_name: str) -> bool:
     """Have the driver end the job after its step; False: it has not begun its steps yet."""
     if not (folder / READY).exists():
         return False
-    (folder / ASKED).write_text(signal_name)
+    notes.write(folder / ASKED, signal_name)
     return True
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from hybridflow.batch import Batch
 from hybridflow.config.replay import step_file
 from hybridflow.config.schema import Config
+from hybridflow.writing import writing
 
 _RAGGED = {"tokens": "tokens", "loss_mask": "loss_mask", "log_probs": "rollout_log_probs"}
 
@@ -65,7 +66,8 @@ def save_rollouts(run: Path, step: int, samplings: list[Batch], vocab_size: int)
         tensors[f"{number}/truncated"] = samples["truncated"]
     path = step_file(run, step)
     path.parent.mkdir(exist_ok=True)
-    save_file(tensors, path, metadata={"vocab_size": str(vocab_size), "samplings": str(len(samplings))})
+    with writing(path):
+        save_file(tensors, path, metadata={"vocab_size": str(vocab_size), "samplings": str(len(samplings))})
 
 
 def load_rollout(run: Path, step: int, number: int, prompts: Batch) -> Batch:

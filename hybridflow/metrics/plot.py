@@ -6,6 +6,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hybridflow.metrics.summary import History
+from hybridflow.writing import writing
 
 WINDOW = 10  # steps of the moving mean
 
@@ -29,4 +30,5 @@ def plot_reward(history: History, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)

@@ -34,6 +34,7 @@ from hybridflow.metrics.plot import plot_reward
 from hybridflow.metrics.summary import Evaluation, History, summarize
 from hybridflow.metrics.trackers import Trackers
 from hybridflow.metrics.versions import write_versions
+from hybridflow.writing import writing
 
 MEMORY_GROWTH = 1.05  # over the third step's peak, above which a run warns ...
 MEMORY_GROWTH_BYTES = 256 << 20  # ... unless it is less than this: a process that fills its caches
@@ -62,12 +63,13 @@ class Recorder:
         if config.run.overwrite or restarts:
             prepare_run_folder(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        save(config, self.folder / "config.yaml")
-        (self.folder / "placement.txt").write_text(place(config).render() + "\n")
-        write_versions(self.folder)
+        with writing(self.folder):
+            save(config, self.folder / "config.yaml")
+            (self.folder / "placement.txt").write_text(place(config).render() + "\n")
+            write_versions(self.folder)
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
         self.history = History(started=time.monotonic())
         self._files: dict[str, io.FileIO] = {}
-        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
         self._console = Console(config.run.steps, stream)
         self._trackers = Trackers(config, self.folder, self.line)
         self.latest_phase = ""
@@ -175,7 +177,8 @@ class Recorder:
         self.history.warm_start = self._rows("warm_start.jsonl")
         self.history.evaluations = [Evaluation(**row) for row in self._rows("evaluation.jsonl")]
         self._tensorboard.close()
-        self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
+        with writing(self.folder / "tensorboard"):
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
@@ -194,12 +197,12 @@ class Recorder:
                 plot_reward(self.history, self.folder / "plots" / "reward.png")
         for file in self._files.values():
             file.close()
-        with what_can_be:
+        with what_can_be, writing(self.folder / "tensorboard"):
             self._tensorboard.close()
         self._console.close()
         self._trackers.close(failed=error is not None)
         summary = summarize(self.history, self.folder, time.monotonic(), error)
-        with what_can_be:
+        with what_can_be, writing(self.folder / "summary.json"):
             (self.folder / "summary.json").write_text(json.dumps(summary.values, indent=2) + "\n")
         self._console.line(summary.text)
         return summary.text
@@ -213,9 +216,10 @@ class Recorder:
         """`step` itself is no metric, of a warm start neither."""
         names = (name for name in metrics if name.rpartition("/")[2] != "step" or name == "time/step")
         scalars = {name: float(metrics[name]) for name in names if isinstance(metrics[name], bool | int | float)}
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+        with writing(self.folder / "tensorboard"):
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
         self._trackers.log(step, scalars)
 
     def _watch_memory(self, metrics: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from hybridflow.writing import writing
 from megatron_ext.intervals import Pass, chrome_events
 
 ROUNDS = 5  # exchanges of clocks: each narrows the bounds
@@ -69,7 +70,9 @@ class Timeline:
     def write(self, step: int, phases: Sequence[PhaseLike], pipelines: Mapping[str, tuple[Sequence[int], list[Pass]]]) -> None:
         """The step that has ended. `pipelines`: by role its ranks, and the passes of its schedule."""
         worked = {role: self._worked(ranks, passes) for role, (ranks, passes) in pipelines.items() if passes}
-        (self._folder / f"step-{step}.json").write_text(json.dumps(trace(phases, self._calls, self._hosts, worked)))
+        path = self._folder / f"step-{step}.json"
+        with writing(path):
+            path.write_text(json.dumps(trace(phases, self._calls, self._hosts, worked)))
 
     def _worked(self, ranks: Sequence[int], passes: list[Pass]) -> Pass:
         """All passes as one, by the driver's clock."""

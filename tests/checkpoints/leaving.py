@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from hybridflow.controller import faults, stopping
+from hybridflow.controller import faults, notes, stopping
 from hybridflow.controller.protocols import THREE_D, remote
 from hybridflow.roles.actor import Actor
 
@@ -26,6 +26,6 @@ class LeavingActor(Actor):
         if self.count == WHEN:
             _, hybridflow_train, *_ = psutil.Process().parents()  # behind torchrun
             hybridflow_train.send_signal(signal.SIGTERM)
-            while not (Path(os.environ[faults.FOLDER]) / stopping.ASKED).exists():
+            while not notes.read(Path(os.environ[faults.FOLDER]) / stopping.ASKED):
                 time.sleep(0.05)
         return super().update(*arguments)

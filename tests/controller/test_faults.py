@@ -1,5 +1,6 @@
 """What a failed job says last: the one fault that all others follow from."""
 
+import contextlib
 import pickle
 import signal
 
@@ -62,6 +63,27 @@ def test_what_is_left_to_say(folder, monkeypatch, capfd):
     fail(2, ValueError("a full disk"))
     err = capfd.readouterr().err
     assert "could not note the fault" in err and "ValueError: a full disk" in err
+
+
+def test_notes_are_written_over_room_that_was_set_aside(folder):
+    faults.set_room_aside(1)
+    faults.set_room_aside()
+    aside = {path.stat().st_ino: path.stat().st_size for path in folder.iterdir()}
+    assert faults.cause(folder) is None
+    fail(1, ValueError("a full disk"))
+    faults.note_exits({1: 1})
+    assert {path.stat().st_ino: path.stat().st_size for path in folder.glob("*.json")} == aside
+    assert faults.cause(folder).endswith("ValueError: a full disk")
+
+
+def test_a_fault_is_noted_though_nobody_listens(folder, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(faults.sys, "stderr", full)
+        fail(1, ValueError("a full disk"))
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert "ValueError: a full disk" in (folder / "rank-1.json").read_text()
 
 
 def test_a_fault_travels_as_an_exception(folder, capfd):

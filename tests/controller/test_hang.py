@@ -9,6 +9,7 @@ import pytest
 
 from hybridflow.controller import faults, hang, ray
 from hybridflow.controller.hang import Watch
+from hybridflow.controller.notes import read
 from hybridflow.controller.ray_cluster import Seat
 from tests.processes import run
 
@@ -116,7 +117,7 @@ def test_a_rank_notes_its_start_once_it_is_registered(tmp_path, monkeypatch):
     monkeypatch.setenv(faults.FOLDER, str(tmp_path))
     done = run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("making the critic\n", "")
-    assert {path.name: path.read_text() for path in tmp_path.glob("start-*")} == {"start-3": "making the critic"}
+    assert {path.name: read(path) for path in tmp_path.glob("start-*")} == {"start-3": "making the critic"}
     assert hang.latest(tmp_path) == hang.START
 
 
@@ -128,7 +129,7 @@ def test_on_ray_the_driver_notes_the_start_of_the_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(hang, "_piece", "making the actor")
     ray._tell_start(store, 1)
     ray._take_starts(store, known, 2)
-    assert (tmp_path / "start-1").read_text() == "making the actor"
+    assert read(tmp_path / "start-1") == "making the actor"
     (tmp_path / "progress").unlink()
     ray._take_starts(store, known, 2)
     assert hang.latest(tmp_path) == ""  # what was known is no progress

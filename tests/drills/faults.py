@@ -1,6 +1,6 @@
 """Drills of what may befall a job, each with a real one on CPU ranks, by hand:
 
-python -m tests.drills.faults [NAME ...]          # such as hang nan; all of them: about 40 minutes on 2 busy cores
+python -m tests.drills.faults [NAME ...]          # such as hang nan; all of them: about an hour on 2 cores
 
 A drill prints a line for each job: seconds from the fault to its end, exit status, what is left of it, and what was seen. The
 job is PPO with an adapted KL penalty (tests/checkpoints/test_killed_job.py): three models, two optimizers.
@@ -8,16 +8,11 @@ job is PPO with an adapted KL penalty (tests/checkpoints/test_killed_job.py): th
 
 import argparse
 import dataclasses
-import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -26,127 +21,16 @@ from hybridflow.algorithms.skipped import load_batch
 from hybridflow.checkpoints.folder import find
 from hybridflow.controller import stopping
 from hybridflow.data.tiny_model import make_tiny_model
-from tests.checkpoints.test_killed_job import assert_same_run, finish, rows, start
+from tests.checkpoints.test_killed_job import finish, rows, start
 from tests.drills import checkpoints
-from tests.drills.checkpoints import PATIENCE
-from tests.processes import ahead_of_others, living
+from tests.drills.job import PATIENCE, STARTED, Drilled, in_the_end_same
 
 # minutes of run.hang_minutes: a phase, and a piece of the start, take as long on a machine with ten times its load
 HANG, HANG_START = 6, 4
-MARK = "HYBRIDFLOW_DRILL"  # in the environment of all of a job's processes
 TWO = ("cluster.ranks_per_node=2", "roles.actor.pp=2", "roles.rollout.tp=2", "run.steps=16", "run.save_every=3")
 THREE = ("cluster.ranks_per_node=3", "roles.actor.pp=3", "run.steps=8", "run.save_every=1")
 RAY = ("cluster.launcher=ray",)
-_STARTED: list[subprocess.Popen] = []  # by drills, to be ended where one of them fails
 PHASES = ("wake", "reshard", "rollout", "save", "reward", "log_probs", "update")
-
-
-class Drilled:
-    """A job to which something is done; it has a folder for temporary files and a mark in its environment of its own."""
-
-    def __init__(self, folder: Path, run: str, *options: str):
-        self._temporary = tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp")  # short: Ray's sockets live in it
-        self._mark, self.run = uuid.uuid4().hex, folder / run
-        environment = {MARK: self._mark, "TMPDIR": self._temporary.name}
-        self.process = start(folder, run, *options, **environment)
-        self.memory: set[str] = set()
-        self._known: list[psutil.Process] = []
-        _STARTED.append(self.process)
-        self._since = time.monotonic()
-
-    def steps(self) -> int:
-        metrics = self.run / "metrics.jsonl"
-        return metrics.read_text().count("\n") if metrics.exists() else 0
-
-    def await_steps(self, count: int) -> None:
-        self.wait_for(lambda: self.steps() >= count, f"step {count}")
-
-    def wait_for(self, condition: Callable[[], bool], what: str, pause: float = 0.05) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()[0][-4000:]
-            assert time.monotonic() < deadline, f"{what} did not come about"
-            time.sleep(pause)
-
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def rank(self, number: int) -> psutil.Process:
-        """Under torchrun by its environment; under Ray, whose actors don't have their number there, by their order."""
-        members = self.family()
-        actors = [member for member in members if member.name().startswith("ray::RankActor")]
-        return actors[number] if actors else next(m for m in members if m.environ().get("RANK") == str(number))
-
-    def driver(self) -> psutil.Process:
-        """The process in which the driver runs."""
-        own = [member for member in self.family() if "hybridflow.ray_driver" in member.cmdline()]
-        return own[0] if own else self.rank(0)
-
-    def note(self, name: str) -> str:
-        """What is written under this name among the job's notes."""
-        found = list(Path(self._temporary.name).glob(f"hybridflow-*/{name}"))
-        return found[0].read_text() if found else ""
-
-    def has_note(self, name: str) -> bool:
-        return any(Path(self._temporary.name).glob(f"hybridflow-*/{name}"))
-
-    @contextmanager
-    def caught_in(self, phase: str) -> Iterator[None]:
-        """Within, the driver stands still in a phase of a step."""
-        self.wait_for(lambda: self.has_note(stopping.READY), "the first step")
-        driver = self.driver()
-        with ahead_of_others():
-            while driver.status() != psutil.STATUS_STOPPED:
-                self.wait_for(lambda: self._is_in(phase), phase, 0.001)
-                driver.suspend()
-                self.wait_for(lambda: driver.status() == psutil.STATUS_STOPPED, "a stop", 0.001)
-                if not self._is_in(phase):  # it has gone on meanwhile: in the next step
-                    driver.resume()
-                    self.wait_for(lambda: driver.status() != psutil.STATUS_STOPPED, "an end of the stop", 0.001)
-        try:
-            yield
-        finally:
-            driver.resume()
-
-    def _is_in(self, phase: str) -> bool:
-        return self.note("progress").startswith(f"phase {phase} after")
-
-    def about_to(self) -> None:
-        """Before anything is done to the job: what it consists of, and the memory that it shares."""
-        self._known = [psutil.Process(self.process.pid), *self.family()]
-        for process in self._known:
-            try:
-                self.memory |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        self._since = time.monotonic()
-
-    def ended(self, what: str, status: int, says: str = "hybridflow: ") -> str:
-        """The job's end: its status is right and nothing is left of it. Prints that, and the last line that the job said with
-        these words; returns all that it printed."""
-        try:
-            output, _ = self.process.communicate(timeout=PATIENCE)
-        finally:
-            self.process.kill()
-        seconds = time.monotonic() - self._since
-        left = set(living(self._known))
-        left |= {other for other in psutil.process_iter(["environ"]) if (other.info["environ"] or {}).get(MARK) == self._mark}
-        memory = [path for path in self.memory if Path(path.removesuffix(" (deleted)")).exists()]
-        files = os.listdir(self._temporary.name)
-        remains = f"left: {len(left)} processes, {len(memory)} of {len(self.memory)} in /dev/shm, {len(files)} files in /tmp"
-        print(f"{what:34} status {self.process.returncode:2} after {seconds:5.1f} s  {remains}", flush=True)
-        said = [line for line in output.splitlines() if says in line]
-        assert said, output[-4000:]
-        print(f"    {shown(said[-1].strip())}", flush=True)
-        assert self.process.returncode == status, output[-4000:]
-        assert not left and not memory and not files, (left, memory, files)
-        self._temporary.cleanup()
-        return output
-
-
-def shown(line: str) -> str:
-    """Without this machine's paths and name."""
-    return re.sub(r"/\S*?/(?=killed|hung|stopped|poisoned|disk|whole)", "", line).replace(os.uname().nodename, "HOST")
 
 
 @dataclasses.dataclass
@@ -190,7 +74,7 @@ class Drills:
             members = [] if RAY[0] in options else job.family()  # Ray's own processes would end at once
             for member in (psutil.Process(job.process.pid), *members):
                 member.send_signal(signal.SIGTERM)
-            job.wait_for(lambda: job.has_note(stopping.ASKED), "the question")
+            job.wait_for(lambda: job.note(stopping.ASKED), "the question")
         output = job.ended(f"SIGTERM in {phase}{', Ray' if RAY[0] in options else ''}", 99, "ending after step")
         step = int(re.search(r"SIGTERM: ending after step (\d+) of 16; run.resume=auto goes on from there", output)[1])
         whole, broken_ones = find(job.run / "checkpoints")
@@ -301,15 +185,15 @@ class Drills:
         print("    without the fault it resumed after step 4 and came to its end", flush=True)
 
     def full_disk(self) -> None:
+        """Too small a disk, and one that another user fills while a checkpoint, records or the trained model are written."""
         checkpoints.full_disk(self.folder)
 
     def kills(self) -> None:
-        """At ten random moments, some of them in a save."""
-        checkpoints.kills(self.folder, 10, 0)
+        """SIGKILL to everything, ten times, at random moments: three times each in rollout, update and save, once anywhere."""
+        checkpoints.kills(self.folder, seed=0)
 
     def _same(self, run: str, whole: str) -> None:
-        assert_same_run(self.folder / run, self.folder / whole)
-        print("    in the end: metrics, samples and weights of a run that was left alone", flush=True)
+        in_the_end_same(self.folder / run, self.folder / whole)
 
 
 def main() -> int:
@@ -327,7 +211,7 @@ def main() -> int:
             try:
                 getattr(Drills(Path(folder)), names[name])()
             finally:
-                for process in _STARTED:
+                for process in STARTED:
                     process.kill()  # what it started ends with it
         print(f"{name}: passed, {time.monotonic() - begun:.0f} s in all", flush=True)
     return 0

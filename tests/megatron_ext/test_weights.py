@@ -13,6 +13,7 @@ from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
 from megatron_ext.weights import WeightsError, hf_shapes, load_hf, local_shapes, tile_map
 from tests import hf_models
+from tests.full_disk import no_file_grows_beyond
 
 DENSE, MOE = ["llama", "qwen2", "qwen3"], ["qwen3_moe", "mixtral"]
 FAMILIES = DENSE + MOE
@@ -333,6 +334,19 @@ def test_failed_export_fails_on_every_rank_and_leaves_the_old_folder(folders, wo
     blocked.write_text("")
     errors = worlds(4).run(scenario_unwritable, folders("llama", True), blocked / "hf")
     assert all("the export failed on rank 0" in error for error in errors)
+
+
+def test_an_export_that_does_not_fit_is_named_and_deleted(folders, tmp_path):
+    folder, old = folders("llama", True), tmp_path / "hf" / "old"
+    old.parent.mkdir()
+    old.touch()
+    tiles = [tile_map(HFConfig.from_folder(folder), LAYOUTS["dp4"], 0)]
+    with (
+        pytest.raises(OSError, match=r"/\.hf\.partial could not be written, .*File too large"),
+        no_file_grows_beyond(20_000),
+    ):
+        export_hf(reference(folder, "dp4", 0), tiles, folder, tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and old.exists()
 
 
 def test_export_with_tiles_that_leave_a_hole_is_refused(folders, tmp_path):

@@ -3,7 +3,7 @@
 import io
 import itertools
 import json
-import resource
+import threading
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hybridflow.config.load import load
 from hybridflow.metrics import recorder as module
 from hybridflow.metrics.recorder import Recorder
+from tests.full_disk import no_file_grows_beyond
 
 
 @pytest.fixture
@@ -177,17 +178,29 @@ def test_an_error_is_named_and_what_was_recorded_stays(tmp_path, config):
 
 def test_a_full_disk_leaves_whole_lines_and_a_summary(tmp_path, config):
     stream = io.StringIO()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.raises(OSError, match=r"File too large: .*samples\.jsonl"), Recorder(tmp_path, config, stream) as recorder:
         recorder.log({"step": 1, "reward/mean": 0.5})
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with no_file_grows_beyond(50_000):
             for rows in (2, 1):
                 recorder.samples({"response": "x" * 20_000} for _ in range(rows))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [len(json.loads(line)["response"]) for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [20_000] * 2
     assert "stopped by OSError" in stream.getvalue() and "after 1 steps" in stream.getvalue()
+
+
+def test_a_full_disk_is_named_with_the_file_whatever_is_written(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard writes in a thread, which fails aloud
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots/reward.png").symlink_to("/dev/full")
+    recorder = Recorder(tmp_path, config, io.StringIO())
+    recorder.log({"step": 1, "reward/mean": 0.5})
+    with pytest.raises(OSError, match=r"No space left on device: .*plots/reward\.png"):
+        recorder.close()
+    recorder = Recorder(tmp_path / "other", config, io.StringIO())
+    (events,) = (tmp_path / "other/tensorboard").iterdir()
+    with pytest.raises(OSError, match="File too large: .*other/tensorboard"), no_file_grows_beyond(events.stat().st_size):
+        recorder.warm_start(1, {"loss": 2.0})
+        recorder.warm_start(2, {"loss": 2.0})  # the first may be over before the thread has failed
+    recorder.close(OSError("a full disk"))  # and does not wait for a thread that has ended
 
 
 def test_a_run_that_cannot_write_its_summary_still_shows_it(tmp_path, config):
