@@ -10,7 +10,7 @@ from hybridflow.data.tiny_model import make_tiny_model
 
 
 def test_the_jobs_would_start(tmp_path):
-    recipe = write_recipe(make_tiny_model(tmp_path / "tiny"), tmp_path)
+    recipe = write_recipe(make_tiny_model(tmp_path / "tiny", max_positions=256), tmp_path)
     configs = {name: load(recipe, [f"run.dir={tmp_path}/run", *overrides]) for name, overrides in CASES.items()}
     pools = {name: place(config).pools for name, config in configs.items()}
     assert pools["colocated, torchrun"] == pools["colocated, ray"] == ((0, 1),)
