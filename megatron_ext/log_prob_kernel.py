@@ -1,6 +1,6 @@
 """The kernels behind `log_probs` on CUDA: one pass over a rank's logits forward, one backward, with nothing in between.
 
-In torch the same takes a dozen passes over float32 copies, which cost a 7B model with 152k words as much as four of its layers.
+In torch the same takes a dozen passes over float32 copies, which cost a 7B model with 152k words as much as two of its layers.
 """
 
 import triton

@@ -101,7 +101,8 @@ def _note(fault: Fault) -> None:
         try:
             _write(Path(folder) / f"rank-{fault.rank}.json", asdict(replace(fault, text="")))
         except OSError as error:  # the line is printed in any case
-            print(f"rank {fault.rank}: could not note the fault in {folder}: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(f"rank {fault.rank}: could not note the fault in {folder}: {error}", file=sys.stderr)
 
 
 def note_exits(statuses: dict[int, int]) -> None:

@@ -24,7 +24,7 @@ def tile_maps(config: Config, name: str, layout: Layout) -> Callable[[int], Tile
     hf = config.read_model(name)
     if name == "rollout":
         return lambda rank: rollout.tile_map(hf, layout.tp, layout.coordinates(rank).tp, config.roles.rollout.expert_parallel)
-    spec = layers.default_spec()
+    spec = layers.default_spec(getattr(torch, config.dtype(name)))
     return lambda rank: weights.tile_map(hf, layout, rank, spec)
 
 
