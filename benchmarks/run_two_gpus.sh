@@ -72,14 +72,14 @@ update() { # what the forecast is calibrated on is in a file of its own; eight m
   training update_tp2
   row '' "${eight[@]}" "${pp2[@]}"
   row '' "${sixteen[@]}" "${pp2[@]}"
-  row '' "${sixteen[@]}" "${vpp2[@]}"
+  row '' "${eight[@]}" "${vpp2[@]}"
   row '' "${shared[@]}"
   training update_others
 }
 
 tune() { # what pays stays in the recipes and in update's layouts
   local quick=(--parts update --steps 5 --warmup 2)
-  row "gradients added by the products' kernels" "${eight[@]}" "${tp2[@]}" roles.actor.megatron.gradient_accumulation_fusion=true
+  row "gradients added behind the products" "${eight[@]}" "${tp2[@]}" roles.actor.megatron.gradient_accumulation_fusion=false
   row "micro-batches of four times as many tokens" --tokens $((4 * tokens)) --longest $((tokens / 2)) --micro-batches 4 "${tp2[@]}"
   row "stages with as many layers" "${eight[@]}" roles.actor.pp=2
   row "no synchronisation after a transfer" "${eight[@]}" "${pp2[@]}" roles.actor.megatron.batch_p2p_sync=false
@@ -88,9 +88,9 @@ tune() { # what pays stays in the recipes and in update's layouts
   row "gradients reduced behind the last backward" "${shared[@]}" roles.actor.overlap_grad_reduce=true
   training tune "${quick[@]}"
   [[ -z $DRY_RUN ]] || return 0 # the others are Transformer Engine's alone
-  local activation=roles.actor.megatron.use_te_activation_func=true
-  row "Transformer Engine's SwiGLU" "${eight[@]}" "${tp2[@]}" $activation
-  row "Transformer Engine's SwiGLU" "${shared[@]}" $activation
+  local activation=roles.actor.megatron.use_te_activation_func=false
+  row "Megatron's compiled SwiGLU" "${eight[@]}" "${tp2[@]}" $activation
+  row "Megatron's compiled SwiGLU" "${shared[@]}" $activation
   training tune_activation "${quick[@]}"
   row "one kernel rotates query and key" "${eight[@]}" "${tp2[@]}" roles.actor.megatron.fused_single_qkv_rope=true
   training tune_rope "${quick[@]}"

@@ -1,12 +1,12 @@
 """What differs between Megatron-core 0.16 and 0.19, and the patches it needs, each with its reason and when it can go."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
 import logging
 import queue
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -59,7 +59,7 @@ def patch() -> None:
     _share_equal_groups()
     _route_without_transformer_engine()
     _gather_unequal_rows_over_gloo()
-    _fuse_gradients_where_there_are_kernels()
+    _add_weight_gradients_without_apex()
     _quieten()
 
 
@@ -226,29 +226,41 @@ def _gather_unequal_rows_over_gloo() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_rows, reduce_scatter_rows
 
 
-def _fuse_gradients_where_there_are_kernels() -> None:
-    """Megatron's own linear layers add their gradients the plain way where apex, whose kernel they want, is not installed.
+class _WeightGradients:
+    """What Megatron calls apex's `fused_weight_gradient_mlp_cuda`: a product of matrices that is added to a gradient.
 
-    Upstream refuses `gradient_accumulation_fusion` then, for the sake of the output layer: all others are Transformer
-    Engine's, which has kernels of its own. Goes when upstream (0.19.2 as well) asks of the layer, not of the model.
+    `inputs` [T, in] and `gradient` [T, out] of the outputs have one dtype, `total` [out, in] that of the gradients' buffer.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        if inputs.is_cuda and inputs.dtype != total.dtype:
+            torch.addmm(total, gradient.t(), inputs, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(gradient.t().to(total.dtype), inputs.to(total.dtype))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def _add_weight_gradients_without_apex() -> None:
+    """Megatron's own linear layers, the output layer beside Transformer Engine's, can have `gradient_accumulation_fusion`.
+
+    Upstream (0.16 .. 0.19) asks for apex, and refuses the option for the whole model without it. Goes when upstream has a
+    kernel of its own.
     """
     from megatron.core.tensor_parallel import layers
 
-    if layers._grad_accum_fusion_available:
-        return
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+        layers._grad_accum_fusion_available = True
 
-    def without_fusion(upstream: Callable) -> Callable:
-        @functools.wraps(upstream)
-        def init(self, *args, config, **kwargs):
-            if config.gradient_accumulation_fusion:
-                config = copy.copy(config)
-                config.gradient_accumulation_fusion = False
-            upstream(self, *args, config=config, **kwargs)
 
-        return init
-
-    for layer in (layers.ColumnParallelLinear, layers.RowParallelLinear):
-        layer.__init__ = without_fusion(layer.__init__)
+def drop_placeholders() -> None:
+    """Let go of the tensors that Transformer Engine keeps, one for each shape of a weight, to return as gradients that were
+    added elsewhere: they hold nothing, and 2 GB for a 7B model. It makes new ones when it needs them."""
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    if base is not None:
+        base._dummy_wgrads.clear()  # transformer-engine 2.12; there is no public way
 
 
 def _quieten() -> None:

@@ -68,12 +68,14 @@ def transformer_config(
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ValueError(f"megatron.{unknown[0]} is not a field of TransformerConfig in megatron-core {compat.check_version()}")
-    fields = _architecture(hf) | _parallelism(hf, layout, dtype) | _fusions() | RECOMPUTE[recompute]
+    fields = _architecture(hf) | _parallelism(hf, layout, dtype) | _fusions(hf, dtype) | RECOMPUTE[recompute]
     if hf.is_moe:
         fields |= _experts(hf, layout)
         if recompute == "mlp":
             fields["recompute_modules"] = ["moe"]
-    if overrides.get("use_te_activation_func"):  # upstream has either
+    if overrides.get("bias_activation_fusion"):  # upstream has either
+        fields["use_te_activation_func"] = False
+    if overrides.get("use_te_activation_func", fields["use_te_activation_func"]):
         fields["bias_activation_fusion"] = False
     merged = {**fields, **overrides}
     # Upstream gives an output's memory back while an overlapped send may still read it (0.16 .. 0.19): it holds the tensor,
@@ -220,15 +222,16 @@ def _parallelism(hf: HFConfig, layout: Layout, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def _fusions() -> dict[str, object]:
-    """Fused kernels where there is a GPU; RoPE's comes from TE, the gradient accumulation's from apex."""
+def _fusions(hf: HFConfig, dtype: torch.dtype) -> dict[str, object]:
+    """Fused kernels where there is a GPU; RoPE's comes from Transformer Engine, as does SwiGLU's in its own dense layers."""
     cuda = torch.cuda.is_available()
     return {
         "use_cpu_initialization": not cuda,
         "bias_activation_fusion": cuda,
+        "use_te_activation_func": default_spec(dtype) == "te" and not hf.is_moe,
         "bias_dropout_fusion": cuda,
         "apply_rope_fusion": cuda and importlib.util.find_spec("transformer_engine") is not None,
-        "gradient_accumulation_fusion": cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "gradient_accumulation_fusion": cuda,
         "masked_softmax_fusion": False,  # of the attention that is not used here
         "persist_layer_norm": False,
         "tp_comm_overlap": False,

@@ -18,7 +18,7 @@ from megatron_ext.layout import Layout
 Causes = dict[str, float]  # seconds by what they are spent on
 
 LOGIT_TRAFFIC = 3  # bytes per 16-bit logit: read once forward; read, and the gradient written over it, backward; the mean
-ACCUMULATION_TRAFFIC = 10  # bytes per parameter to add a 16-bit gradient to the fp32 one
+ACCUMULATION_TRAFFIC = 8  # bytes per parameter for a product to add itself to the fp32 gradient: read and written
 OPTIMIZER_TRAFFIC = 34  # per parameter of the rank's shard: gradient, two moments and master read, three written, weight, norm
 LOCAL_TRAFFIC = 8  # per parameter of the rank: gradients zeroed, scaled
 

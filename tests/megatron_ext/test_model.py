@@ -114,24 +114,6 @@ def test_a_model_that_disagrees_with_the_layout_is_an_error(worlds):
         assert "numbers its layers [[1, 2]], the layout [[2, 3]]" in message
 
 
-def build_with_fused_gradients(layout: Layout) -> list[bool]:
-    from megatron_ext.model import build_model, transformer_config
-    from megatron_ext.parallel import ParallelState
-
-    config = transformer_config(HF, layout, torch.float32, overrides={"gradient_accumulation_fusion": True})
-    with ParallelState("actor", layout, seed=1).current():
-        (chunk,) = build_model(HF, layout, config, "local")
-    layers = [module for module in chunk.modules() if hasattr(module, "gradient_accumulation_fusion")]
-    return [config.gradient_accumulation_fusion, *(layer.gradient_accumulation_fusion for layer in layers)]
-
-
-def test_layers_without_a_kernel_for_it_leave_fused_gradients_alone(worlds):
-    """Those of Megatron's own without apex: the output layer beside Transformer Engine's, here all of them."""
-    found = worlds(4).run(build_with_fused_gradients, Layout(4, tp=2, pp=2), timeout=200)
-    assert [len(flags) for flags in found] == [1 + 8, 1 + 8, 1 + 9, 1 + 9]
-    assert all(flags[0] and not any(flags[1:]) for flags in found)
-
-
 def test_unknown_names_are_refused():
     from megatron_ext.model import transformer_config
 

@@ -17,6 +17,7 @@ PP4_VPP2 = Layout(4, pp=4, vpp=2)
 PP4_VPP4 = Layout(4, pp=4, vpp=4)
 PP4_VPP2_BY_COST = Layout(4, pp=4, vpp=2, split=Split(embedding=1, loss=2))
 NOT_OVERLAPPED = {"overrides": {"overlap_p2p_comm": False}}
+FUSED = {"overrides": {"gradient_accumulation_fusion": True}}
 PP2_VPP2_LOSS = Layout(4, tp=2, pp=2, vpp=2, sequence_parallel=True, split=Split(loss=1))
 PP4_BARE_ENDS = Layout(4, pp=4, split=Split((0, 2, 2, 0)))
 PP2_VPP2_BARE_ENDS = Layout(4, pp=2, vpp=2, split=Split((0, 1, 2, 0)))
@@ -56,6 +57,10 @@ CASES = {
     "pp4-vpp2-transfers-not-overlapped": (PP4_VPP2, {"family": "qwen2", "num_hidden_layers": 8, "tied": True}, NOT_OVERLAPPED),
     "dp2-pp2-vpp2-gradients-overlapped": (DP2_PP2_VPP2, {"family": "llama", "tied": True}, {"overlap_grad_reduce": True}),
     "dp2-pp2-gradients-overlapped": (DP2_PP2, {"family": "qwen2"}, {"overlap_grad_reduce": True}),
+    # weights' gradients added by the product that makes them; tied, an embedding's and an output layer's come together
+    "tp2-pp2-fused-gradients": (TP2_PP2, {"family": "qwen2"}, FUSED),
+    "tp2-sp-dp2-tied-fused-gradients": (TP2_SP, {"family": "llama", "tied": True}, FUSED | {"overlap_grad_reduce": True}),
+    "qwen3-moe-ep2-pp2-fused-gradients": (MOE["ep2-pp2"], {"family": "qwen3_moe"}, FUSED),
     # uneven stages
     "pp4-7-layers": (PP4, {"family": "qwen2", "num_hidden_layers": 7}, {}),
     "pp4-7-layers-tied": (PP4, {"family": "llama", "num_hidden_layers": 7, "tied": True}, {"recompute": "full"}),
@@ -247,7 +252,8 @@ def one_gpu():
 # every token goes to every expert: rounding cannot choose others than HF does
 ALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 # how layers may be built on a GPU: the spec, and fields of TransformerConfig
-BUILDS = [("local", {}), ("te", {}), ("te", {"gradient_accumulation_fusion": True, "use_te_activation_func": True})]
+PLAIN = {"gradient_accumulation_fusion": False, "use_te_activation_func": False}
+BUILDS = [("local", PLAIN), ("local", {"use_te_activation_func": False}), ("te", PLAIN), ("te", {})]
 
 
 @pytest.mark.gpu
@@ -271,7 +277,7 @@ def test_both_specs_in_bfloat16_are_near_hf_on_a_gpu(one_gpu, family: str, sizes
     expected = to_megatron(hf_gradients, hf, layout, 0)
     state = ParallelState("actor", layout, seed=1)
     on_gpu = [{name: value.cuda() for name, value in item.items()} for item in items]
-    for spec, fields in BUILDS if importlib.util.find_spec("transformer_engine") else BUILDS[:1]:
+    for spec, fields in BUILDS if importlib.util.find_spec("transformer_engine") else BUILDS[:2]:
         with state.current():
             config = transformer_config(hf, layout, torch.bfloat16, overrides=fields)
             chunks = build_model(hf, layout, config, spec)
