@@ -383,7 +383,8 @@ def plain_rollout(case: Case) -> list[float]:
         "options": {name: value for name, value in vars(arguments).items() if isinstance(value, int)},
         "engine_args": dict(config.roles.rollout.engine_args),
     }
-    kept = {name: value for name, value in os.environ.items() if not _of_torchrun(name)}
+    ours = "VLLM_ENABLE_V1_MULTIPROCESSING"  # an engine among training processes has no choice; vLLM alone has a process for it
+    kept = {name: value for name, value in os.environ.items() if not _of_torchrun(name) and name != ours}
     if not torch.cuda.is_available():  # as the trainer's engine has it there: nothing is compiled, cores are shared
         job["engine_args"] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, **job["engine_args"]}
         kept["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

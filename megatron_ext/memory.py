@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_ext import compat, device
+from megatron_ext import device
 from megatron_ext.optimizer import Optimizer
 
 ALIGNMENT = 512  # bytes
@@ -142,7 +142,6 @@ class TrainingMemory:
 
     def hand_over(self) -> None:
         """What was let go of, and whatever else torch keeps for later, goes to the device: others can have it."""
-        compat.drop_placeholders()
         torch.cuda.empty_cache()
 
     def make_free(self, nbytes: int) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from hybridflow.config.model_folder import tensor_shapes
 from hybridflow.config.schema import Config, ConfigError
+from hybridflow.planner.calibration import Calibration
 from hybridflow.planner.counts import ITEMSIZE, stage_elements
 from hybridflow.planner.hardware import memory_sizes
 from hybridflow.rollout import tiles as rollout_tiles
@@ -20,9 +21,9 @@ from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
 
 GIB = 1 << 30
-# What CUDA, two libraries' communicators and workspaces take beside all that is counted here. Only the choice of
-# release_weights=auto leaves room for it: releasing costs milliseconds, running out of memory the job.
-BESIDE = 4 * GIB
+# Of a GPU's memory, for the error of a forecast. Here only the choice of release_weights=auto leaves room for it, and for what
+# is not counted (`Calibration.fixed_bytes`): releasing costs milliseconds, running out of memory the job.
+RESERVE = 0.05
 _FROZEN = ("reference", "reward", "cost")
 
 
@@ -124,8 +125,10 @@ def memory_plan(config: Config, models: Mapping[str, HFConfig], total: int | Non
         return {name: max((stage[name] for stage in found), key=_sum) for name in found[0]}
 
     def tight() -> bool:
-        found = stages(only_beside_engines=True)
-        return total is not None and max(_sum(parts) for name, parts in found.items() if name != "update") + BESIDE > total
+        if total is None:
+            return False
+        room = (1 - RESERVE) * total - Calibration.fixed_bytes
+        return max(_sum(parts) for name, parts in stages(only_beside_engines=True).items() if name != "update") > room
 
     # on ranks without an engine there is nobody to make room for
     beside = [name for name in trained if not set(config.ranks(name)).isdisjoint(config.ranks("rollout"))]

@@ -14,6 +14,7 @@ from hybridflow.planner import counts
 from hybridflow.planner.counts import ITEMSIZE
 from hybridflow.planner.forecast import Workload
 from hybridflow.planner.generation import reshard_seconds
+from hybridflow.planner.memory import RESERVE
 from hybridflow.planner.passes import Machine, Micro, Pass, Task, forward_pass, update_pass
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
@@ -25,7 +26,6 @@ CHUNKS = (1, 2, 4)
 # An option is dropped when another one is no worse by more than this: of the least seconds, and of a GPU's memory.
 SAME_SECONDS = 0.005
 SAME_BYTES = 0.02
-RESERVE = 0.05  # of a GPU's memory is left free: the forecast's own error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hybridflow.config.schema import Config, TrainedConfig
 from hybridflow.controller.protocols import ONE_TO_ALL, remote
 from hybridflow.planner.memory import awake_engine, engine_weights, memory_plan
 from hybridflow.roles.megatron import MegatronRole
-from megatron_ext import device, step
+from megatron_ext import compat, device, step
 from megatron_ext.export import export_hf
 from megatron_ext.memory import TrainingMemory
 from megatron_ext.optimizer import Optimizer, OptimizerSettings, wrap
@@ -60,6 +60,7 @@ class TrainedRole(MegatronRole):
         with self.metered():
             sums = forward_backward(micro_batches)
         stepped = self.optimizer.step()
+        compat.drop_placeholders()
         return {name: value.item() for name, value in (sums or {}).items()} | stepped
 
     @remote(ONE_TO_ALL)

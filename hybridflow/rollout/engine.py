@@ -99,7 +99,7 @@ class Engine:
             "seed": seed,
             "enable_expert_parallel": expert_parallel,
         }
-        defaults = _cpu_arguments(hf, own, engine_args or {}) if self._on_cpu else {"async_scheduling": False}
+        defaults = _cpu_arguments(hf, own, engine_args or {}) if self._on_cpu else {}
         if hf.is_moe and not self._on_cpu:
             own["moe_backend"] = "triton"  # the others permute the experts after loading
         with vllm_compat.preserved_process_state():
@@ -197,6 +197,7 @@ class Engine:
             while self._llm.has_unfinished_requests():
                 for output in self._llm.step():
                     generations[int(output.request_id)] = _generation(output.outputs[0])
+            vllm_compat.finish_steps(self._llm)
         return [generations[index] for index in range(len(prompts))]
 
     def close(self) -> None:

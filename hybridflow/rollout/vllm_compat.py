@@ -119,6 +119,18 @@ def wake_up(engine: "LLMEngine", tag: str) -> None:
     engine.wake_up(tags=[tag])
 
 
+def finish_steps(engine: "LLMEngine") -> None:
+    """Wait for the step that was begun before the last response was known to have ended: nothing may read weights or KV cache
+    that are about to change or go.
+
+    vLLM schedules a step while the one before it still runs, so that the GPU does not wait for Python. In a process of one's
+    own it leaves the last one there, 0.26 to 0.33.
+    """
+    core = engine.engine_core.engine_core
+    while core.batch_queue:  # None where it does not schedule ahead, as on CPU
+        engine.step()
+
+
 def set_launcher_environment(local_rank: int) -> None:
     """Set the variables from which vLLM's external launcher reads who it is, as the default group has it.
 

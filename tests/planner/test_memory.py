@@ -92,7 +92,8 @@ def test_what_is_where_in_a_step(tmp_path, hf, elements):
     [
         (0.4, [], True, False),  # 55.9 + 42.6 + 14.2 of 139.8, and 28.4 of gradients more
         (0.6, [], True, True),
-        (0.3, [], False, False),
+        (0.28, [], False, False),
+        (0.3, [], True, False),  # 127.1 of 139.8 GiB, but CUDA, communicators and workspaces want 7.8, and an error 7.0
         (0.2, ["roles.actor.release_weights=always"], True, True),
         (0.6, ["roles.actor.release_weights=never"], True, False),
         (0.6, ["roles.actor.offload=[params]"], True, False),
@@ -113,7 +114,7 @@ def test_without_a_known_gpu_nothing_is_decided(tmp_path, hf):
     assert "size unknown" in found.render() and "vLLM without its KV cache 14.2" in found.render()
 
 
-PPO = ["algorithm.name=ppo", "roles.rollout.gpu_memory_utilization=0.3"]
+PPO = ["algorithm.name=ppo", "roles.rollout.gpu_memory_utilization=0.23"]
 
 
 def test_a_critic_has_no_output_layer_but_all_that_training_needs(tmp_path, hf, elements):
@@ -134,7 +135,7 @@ def test_a_critic_has_no_output_layer_but_all_that_training_needs(tmp_path, hf, 
 @pytest.mark.parametrize(
     ("more", "releases", "left"),
     [
-        # 41.9 for vLLM, of each role 14.2 of weights, 28.4 of gradients, 21.3 of states, 139.8 in all
+        # 32.2 for vLLM, of each role 14.2 of weights, 28.4 of gradients, 21.3 of states; 125.0 of 139.8 to be had
         ([], ((True, False), (True, False)), {"weights", "optimizer"}),
         (["roles.critic.release_weights=always"], ((False, False), (True, True)), {"optimizer"}),
         (["roles.critic.offload=[params,optimizer]"], ((False, False), (False, False)), {"gradients"}),

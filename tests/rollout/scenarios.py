@@ -1,5 +1,6 @@
 """What the ranks of a test world do with engines. Engines are kept between calls, as building one takes seconds."""
 
+import dataclasses
 import gc
 import os
 import random
@@ -141,6 +142,25 @@ def sleep_and_wake(folder: str, tp: int, prompts: list[list[int]], sampling: Sam
         sizes.append([s.nbytes() for s in storages])
     same = addresses == {name: parameter.data_ptr() for name, parameter in target.parameters().items()}
     return {"sizes": sizes, "complaints": complaints, "rounds": rounds, "same_addresses": same}
+
+
+def on_a_gpu(folders: list[str], prompts: list[list[int]], sampling: Sampling) -> dict:
+    """Tokens without a stop token, then for every folder in turn, asleep in between, those up to the first response's sixth."""
+    target = Engine(folders[0], 1, "bfloat16", MAX_MODEL_LEN, 0.2, engine_args={"max_num_seqs": 16, "enforce_eager": True})
+    core = target._llm.engine_core.engine_core
+    fill(target, folders[0], 1)
+    whole = [generation.tokens for generation in target.generate(prompts, sampling, 0)]
+    stopping = dataclasses.replace(sampling, stop_token_ids=(whole[0][5],))
+    stopped, in_flight = [], []
+    for folder in folders:
+        target.sleep()
+        target.wake_weights()
+        fill(target, folder, 1)
+        target.wake_kv_cache()
+        stopped.append([generation.tokens for generation in target.generate(prompts, stopping, 3)])
+        in_flight.append(len(core.batch_queue))
+    target.close()
+    return {"ahead": core.async_scheduling, "in_flight": in_flight, "whole": whole, "stopped": stopped}
 
 
 def complaints(folder: str, tp: int) -> dict[str, str]:

@@ -26,7 +26,8 @@ TIMEOUT = 400  # importing vLLM on four ranks takes a minute of CPU time
 def folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     made = {name: str(models.save_model(root / name, name, seed, tied=FAMILIES[name])) for seed, name in enumerate(FAMILIES)}
-    others = [("other", "qwen2", 9)] + [(f"{name}{seed}", name, seed) for name in ("qwen3_moe", "mixtral") for seed in (1, 2)]
+    others = [("other", "qwen2", 9), ("qwen3_other", "qwen3", 10)]
+    others += [(f"{name}{seed}", name, seed) for name in ("qwen3_moe", "mixtral") for seed in (1, 2)]
     return made | {name: str(models.save_model(root / name, family, seed)) for name, family, seed in others}
 
 
@@ -208,3 +209,19 @@ def test_the_process_stays_the_trainers(world, folders, tmp_path):
         assert result["generations"] == results[0]["generations"]
         assert result["sums"] == [4.0, 4.0]
         assert "is closed" in result["closed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(TIMEOUT)
+def test_steps_are_scheduled_ahead_on_a_gpu_and_none_is_left_behind(worlds, folders):
+    """The last response ends at a stop token, which is known when the next step has begun already."""
+    names = ["qwen3", "qwen3_other", "qwen3"]
+    (found,) = worlds(1, "gpu", cuda=True).run(
+        scenarios.on_a_gpu, [folders[name] for name in names], PROMPTS, GREEDY, timeout=TIMEOUT
+    )
+    assert found["ahead"]
+    assert found["in_flight"] == [0, 0, 0]
+    stop = found["whole"][0][5]
+    cut = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in found["whole"]]
+    first, second, again = found["stopped"]
+    assert first == again == cut != second
