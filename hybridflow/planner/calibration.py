@@ -24,26 +24,26 @@ class Calibration:
     A matrix product's share of the peak falls with its size. That is modelled as `matrix`, the share of large ones, and a
     constant time per layer, `layer_seconds`, in which kernels are launched, fill the GPU and drain.
 
-    `matrix`, `layer_seconds` and `optimizer` are fitted to the TP2 runs, and to them only, of a 7.6B model on two H200s that
-    are in tests/planner/h200_updates.json; the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking,
-    resharding, eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`, `memory`, `network`,
-    `host_link` and the other ones of decoding are assumptions as yet.
+    `matrix`, `layer_seconds` and `optimizer` are fitted to the TP2 runs, and to them only, of a 7.6B model on two H200s
+    (benchmarks/results/h200x2/update_tp2.json); the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking,
+    resharding, eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`,
+    `memory`, `network`, `host_link` and the other ones of decoding are assumptions as yet.
     """
 
-    matrix: float = 0.88  # share of bf16 peak of matrix products
+    matrix: float = 0.887  # share of bf16 peak of matrix products
     experts: float = 0.6  # share of it that products grouped by expert reach
     attention: float = 0.5  # share of bf16 peak of flash attention, whose causal half alone is computed
     memory: float = 0.85  # share of the memory bandwidth that element-wise kernels reach
-    layer_seconds: float = 0.76e-3  # of a layer's forward pass beside its work; a backward pass has twice that
-    optimizer: float = 0.19  # share of the memory bandwidth of an optimizer step
+    layer_seconds: float = 0.84e-3  # of a layer's forward pass beside its work; a backward pass has twice that
+    optimizer: float = 0.757  # share of the memory bandwidth of an optimizer step
     wire: float = 0.82  # share of the wire of a collective between GPUs of a node
     network: float = 0.8  # share of the network of one between nodes
     transfer_seconds: float = 50e-6  # of a transfer or collective, beside its bytes
     decode_memory: float = 0.7  # share of the memory bandwidth at which decoding reads weights and KV cache
-    decode_seconds: float = 4.0e-3  # of a decode step beside its work, with CUDA graphs: scheduling, sampling
-    decode_sequence_seconds: float = 10e-6  # of each sequence in it
+    decode_seconds: float = 4.0e-3  # of Python in a decode step with CUDA graphs: scheduling, the results of the step before
+    decode_sequence_seconds: float = 10e-6  # of Python for each sequence in it
     decode_transfer_seconds: float = 15e-6  # of one of its all-reduces
-    eager_layer_seconds: float = 1.1e-3  # of a layer in a decode step without CUDA graphs
+    eager_layer_seconds: float = 1.1e-3  # of Python for a layer in a decode step without CUDA graphs
     reshard: float = 0.65  # share of the bound's speed
     wake_seconds: float = 0.065  # of mapping weights and KV cache
     wake_seconds_per_gib: float = 4.4e-3  # of weights

@@ -2,6 +2,7 @@
 
 A prompt's tokens are computed once, a matrix product like training's. Then every step adds a token to each running sequence: it
 reads all weights and the KV cache so far, and multiplies by as many rows as there are sequences; the longer of the two counts.
+Meanwhile Python schedules the next step and launches its kernels: where it takes longer, the GPU waits for it.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class EngineTask:
 
 def rollout(machine: Machine, task: EngineTask) -> Causes:
     """Seconds by cause: `prompts`; of decoding `weights`, `KV cache` (both reading memory), `matrix products` where many rows
-    make them the longer part, `TP transfers` and `launches`.
+    make them the longer part, `TP transfers`, and `launches`, for which the GPU waits.
 
     With continuous batching the steps are response tokens x samples / concurrency, and no fewer than the response's tokens.
     """
@@ -75,15 +76,16 @@ def _decode_step(machine: Machine, task: EngineTask, sequences: int) -> Causes:
     weights = _weights_read(task, sequences) / rate
     cache = sequences * average * counts.kv_bytes(hf, task.tp, task.itemsize) / rate
     products = counts.forward_flops(hf, [1]) * sequences / task.tp / machine.matrix_rate(task.itemsize)
-    launches = calibration.decode_seconds + calibration.decode_sequence_seconds * sequences
-    if task.eager:
-        launches += calibration.eager_layer_seconds * hf.num_layers
-    causes = {"KV cache": cache, "launches": launches}
+    causes = {"KV cache": cache}
     causes |= {"weights": weights} if weights > products else {"matrix products": products}
     if task.tp > 1:
         received = 2 * sequences * hf.hidden_size * task.itemsize * (task.tp - 1) / task.tp
         wire = calibration.wire * machine.cluster.gpu.wire_bytes_per_second
         causes["TP transfers"] = 2 * hf.num_layers * (calibration.decode_transfer_seconds + received / wire)
+    python = calibration.decode_seconds + calibration.decode_sequence_seconds * sequences
+    if task.eager:
+        python += calibration.eager_layer_seconds * hf.num_layers
+    causes["launches"] = max(0.0, python - sum(causes.values()))
     return causes
 
 

@@ -5,17 +5,14 @@ import json
 
 import pytest
 
+from benchmarks import forecast
 from hybridflow.config.schema import ConfigError
 from hybridflow.planner.calibration import Calibration
-from hybridflow.planner.records import calibrate, read_runs
+from hybridflow.planner.records import Run, calibrate, read_runs
 from tests.planner.models import ROOT, RUNS
 
+RESULTS = ROOT / "benchmarks" / "results" / "h200x2"
 MODEL = json.loads((ROOT / "configs" / "models" / "qwen2_7b.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def h200_runs():
-    return read_runs(RUNS)
 
 
 def write(tmp_path, runs) -> str:
@@ -24,35 +21,38 @@ def write(tmp_path, runs) -> str:
     return path
 
 
-def check_unseen(runs, calibration):
+def check(runs, calibration):
     for run in runs:
         assert run.predict(calibration) == pytest.approx(run.seconds, rel=0.25), run.name
-        if run.memory:
+        # passes for log-probs were measured with 1 to 3 GiB of placeholders that updates of these and earlier rows had left
+        if run.memory and run.phase == "update":
             assert run.memory(calibration) == pytest.approx(run.peak_bytes, rel=0.1), run.name
 
 
-def test_calibrated_on_tp2_it_foretells_pp2(h200_runs):
-    """1F1B and interleaved, 4 to 16 micro-batches, with an MLP that is computed again; and no default helps it."""
+def h200(*names: str) -> list[Run]:
+    return [run for name in names for run in read_runs(RESULTS / f"{name}.json")]
+
+
+def test_calibrated_on_tp2_it_foretells_all_else():
+    """Other layouts, schedules, lengths and another model; no default helps it, and its first choices are near the best."""
     start = dataclasses.replace(Calibration(), matrix=0.6, layer_seconds=1.5e-3, optimizer=0.4)
-    seen = [run for run in h200_runs if "TP2" in run.name]
-    unseen = [run for run in h200_runs if "PP2" in run.name]
-    assert len(seen) == 3 and len(unseen) == 6
+    seen, unseen = h200("update_tp2"), h200("update_others", "unseen", "bubble_llama")
+    assert (len(seen), len(unseen)) == (4, 20)
+    assert all(run.name.split()[1] == "TP2" for run in seen)
     assert max(abs(run.predict(start) / run.seconds - 1) for run in unseen) > 0.25
-    check_unseen(unseen, calibrate(start, seen))
+    found = calibrate(start, seen)
+    check(unseen, found)
+    choices = forecast.choices(forecast.compare([*seen, *unseen], found))
+    assert [choice.among for choice in choices] == [6, 6, 2, 2, 6]
+    assert max(choice.excess for choice in choices) < 0.05
 
 
-def test_the_defaults_foretell_all_runs(h200_runs):
-    check_unseen(h200_runs, Calibration())
-
-
-def test_its_first_choice_is_the_best_measured(h200_runs):
-    whole = [run for run in h200_runs if "without" not in run.name]
-    tokens = {
-        run.name: int(run.name.split()[-3]) * float(run.name.split()[-1]) for run in whole if "recomputed" not in run.name
-    }
-    measured = {run.name: tokens[run.name] / run.seconds for run in whole if run.name in tokens}
-    chosen = max(tokens, key=lambda name: tokens[name] / next(r for r in whole if r.name == name).predict(Calibration()))
-    assert measured[chosen] > 0.95 * max(measured.values())
+@pytest.mark.parametrize(
+    "runs", [read_runs(RUNS), h200("update_tp2", "update_others", "unseen", "bubble_llama", "rollout_one_gpu")]
+)
+def test_the_defaults_foretell_all_runs(runs):
+    """Those of an untuned program as well, one with an MLP that is computed again."""
+    check(runs, Calibration())
 
 
 def synthetic(truth: Calibration, tmp_path) -> list:
@@ -64,8 +64,9 @@ def synthetic(truth: Calibration, tmp_path) -> list:
                 row = {"phase": phase, "gpu": "H200", "model": MODEL, "layout": layout, "micro_batches": 8}
                 rows.append(row | {"lengths": [tokens // 4] * 4, "seconds": 1.0})
     rows += [row | {"optimizer": False} for row in rows if row["phase"] == "update"]
-    for samples, response in ((8, 64), (64, 512), (256, 1024)):
-        row = {"phase": "rollout", "gpu": "H200", "model": MODEL, "tp": 1, "samples": samples, "prompts": samples // 4}
+    # a model of two layers waits for Python, the whole one hides it
+    for model, samples, response in ((MODEL | {"num_hidden_layers": 2}, 8, 64), (MODEL, 64, 512), (MODEL, 256, 1024)):
+        row = {"phase": "rollout", "gpu": "H200", "model": model, "tp": 1, "samples": samples, "prompts": samples // 4}
         rows.append(row | {"prompt_tokens": 200, "response_tokens": response, "memory_bytes": 9e10, "seconds": 1.0})
     for row, run in zip(rows, read_runs(write(tmp_path, rows)), strict=True):
         row["seconds"] = run.predict(truth)

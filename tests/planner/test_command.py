@@ -119,7 +119,7 @@ def test_calibration_is_fitted_shown_saved_and_read(path, tmp_path, capsys):
     arguments = ["plan", "--config", str(path), "--gpu", "H200", "--no-search"]
     assert cli.main([*arguments, "--calibrate", str(RUNS), "--save", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert "calibrated on 9 runs" in out and "update PP2 x VPP2 8 x 4096" in out and "  matrix: 0.88 -> 0." in out
+    assert "calibrated on 9 runs" in out and "update PP2 x VPP2 8 x 4096" in out and "  matrix: 0.887 -> 0." in out
     assert json.loads(saved.read_text())["matrix"] != 0.88
     forecast = out[out.index("as configured: ") :].replace(f"wrote {saved}\n", "")
     assert cli.main([*arguments, "--calibration", str(saved)]) == 0

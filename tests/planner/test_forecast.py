@@ -48,7 +48,8 @@ def test_memory_and_seconds_of_a_measured_job(tmp_path, run, release):
     assert phases.keys() == {"reshard", "rollout", "update"}
     for phase in ("rollout", "update"):
         assert phases[phase].nbytes == pytest.approx(results["memory_bytes"][phase][-1], rel=0.1), phase
-        assert phases[phase].seconds == pytest.approx(results["seconds"][phase], rel=0.25), phase
+        # a tenth of a second of so short an update is nowhere in the forecast
+        assert phases[phase].seconds == pytest.approx(results["seconds"][phase], rel=0.25, abs=0.12), phase
     assert found.seconds == pytest.approx(results["seconds"]["step"], rel=0.25)
     assert check_forecast(found) == ""
 

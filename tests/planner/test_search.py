@@ -1,11 +1,13 @@
 """The search: sets of roles, Pareto fronts, the best of a small cluster found by trying everything, and its config."""
 
 import dataclasses
+import json
 from itertools import product
 
 import numpy as np
 import pytest
 
+from benchmarks.random_job import RECIPE, random_model
 from hybridflow.config.load import load, save
 from hybridflow.config.preflight import check_shapes
 from hybridflow.controller.placement import place
@@ -13,12 +15,13 @@ from hybridflow.planner import options
 from hybridflow.planner.calibration import GIB, Calibration
 from hybridflow.planner.forecast import Workload, forecast, workload
 from hybridflow.planner.hardware import Cluster, named
+from hybridflow.planner.memory import memory_plan
 from hybridflow.planner.options import JobRole, front
 from hybridflow.planner.outcome import configured, job_roles, why_slower
 from hybridflow.planner.passes import Machine
 from hybridflow.planner.search import ENGINE, STAGES, PoolPlan, Search, partitions, placements, pool_sizes
 from tests.config.folders import write_config, write_model
-from tests.planner.models import shape
+from tests.planner.models import ROOT, h200s, shape
 
 WORK = Workload(64, 256, 256, 256.0, 768.0, 1536, 2, 1, True)
 ACTOR = JobRole("actor", shape("qwen2_180m"), True, True)
@@ -147,3 +150,18 @@ def test_the_configs_of_all_placements_are_accepted_and_forecast_alike(tmp_path,
         assert best.seconds - releases - 1e-9 <= found.seconds <= best.seconds + 1e-9, best.partition
         assert found.fullest().nbytes < machine.cluster.gpu.memory_bytes
         assert {phase.name for phase in search.phases(best)} == {phase.name for phase in found.phases}
+
+
+def test_what_it_counts_on_is_what_the_job_does(tmp_path):
+    """An engine that has all the room beside the optimizer's states: the weights have to go, as the search took for granted."""
+    random_model(json.loads((ROOT / "configs" / "models" / "qwen2_7b.json").read_text()), tmp_path / "model")
+    sizes = {"ranks": 2, "prompts": 8, "samples": 8, "mini_batches": 2, "steps": 1, "prompt_tokens": 255, "terms": 85}
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tmp_path / "model", response_tokens=512, **sizes))
+    config = load(tmp_path / "recipe.yaml")
+    models, work, machine = check_shapes(config), workload(config), Machine(h200s(2))
+    search = Search(job_roles(config, models, work), machine, work)
+    chosen = configured(config, search.run()[0], machine.cluster)
+    total = machine.cluster.gpu.memory_bytes
+    assert memory_plan(chosen, models, total).releases["actor"].weights
+    found = forecast(chosen, models, machine, work)
+    assert 0.9 * total < found.fullest().nbytes <= (1 - options.RESERVE) * total
