@@ -109,13 +109,23 @@ def trainers_cache_kept() -> Iterator[None]:
 
 
 def wake_up(engine: "LLMEngine", tag: str) -> None:
-    """Give the memory of `tag` back to the engine, out of torch's cache when the device has too little free (CUDA)."""
+    """Give the memory of `tag` back to the engine, out of torch's cache when the device has too little free (CUDA).
+
+    Raises:
+        RuntimeError: the device hasn't that much.
+    """
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pieces = CuMemAllocator.get_instance().pointer_to_data.values()
     needed = sum(piece.handle[1] for piece in pieces if piece.tag == tag)
     if torch.cuda.mem_get_info()[0] < needed + _WAKE_MARGIN:
         torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        if free < needed:  # vLLM would say "CUDA Error: out of memory" and no more
+            raise RuntimeError(
+                f"the rollout engine's {tag} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free on the GPU: lower"
+                " roles.rollout.gpu_memory_utilization, set roles.actor.release_weights=always or add to roles.actor.offload"
+            )
     engine.wake_up(tags=[tag])
 
 

@@ -1,6 +1,8 @@
 """Patches of vLLM whose effect can be seen without an engine."""
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,3 +53,38 @@ def test_members_of_a_group_are_numbered_as_they_are_listed(worlds, old_torch):
     order = [2, 0, 3, 1]
     results = worlds(4).run(scenario_order_of_members, order, old_torch)
     assert results == [(order.index(rank), order) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("free", "emptied", "wakes"), [(4, 0, True), (3, 1, True), (2, 1, False)])
+def test_waking_takes_torchs_cache_only_at_need_and_says_what_lacks(monkeypatch, free, emptied, wakes):
+    """Of 3 GiB for the KV cache and one to spare; torch has half a GiB in its cache."""
+    memory, woken = {"free": free << 30, "emptied": 0}, []
+    pieces = {1: SimpleNamespace(tag="weights", handle=(0, 7 << 30)), 2: SimpleNamespace(tag="kv_cache", handle=(0, 3 << 30))}
+    allocator = SimpleNamespace(get_instance=lambda: SimpleNamespace(pointer_to_data=pieces))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (memory["free"], 100 << 30))
+
+    def empty_cache() -> None:
+        memory["emptied"] += 1
+        memory["free"] += (1 << 30) // 2
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    engine = SimpleNamespace(wake_up=lambda tags: woken.extend(tags))
+    if wakes:
+        vllm_compat.wake_up(engine, "kv_cache")
+    else:
+        with pytest.raises(RuntimeError, match="kv_cache needs 3.0 GiB, 2.5 are free on the GPU: lower roles.rollout.gpu_mem"):
+            vllm_compat.wake_up(engine, "kv_cache")
+    assert woken == ["kv_cache"] * wakes
+    assert memory["emptied"] == emptied
+
+
+def test_no_step_of_the_engine_is_left_behind():
+    """vLLM begins a step before it knows that the last response has ended (GPUs only)."""
+    steps = ["begun", "begun before"]
+    core = SimpleNamespace(batch_queue=list(steps))
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=lambda: core.batch_queue.pop())
+    vllm_compat.finish_steps(engine)
+    assert core.batch_queue == []
+    core.batch_queue = None  # on a CPU
+    vllm_compat.finish_steps(engine)
