@@ -134,7 +134,7 @@ def finish_steps(engine: "LLMEngine") -> None:
     that are about to change or go.
 
     vLLM schedules a step while the one before it still runs, so that the GPU does not wait for Python. In a process of one's
-    own it leaves the last one there, 0.26 to 0.33.
+    own it leaves the last one there. Still so in 0.32; can go when sleep and `reset_prefix_cache` wait for it.
     """
     core = engine.engine_core.engine_core
     while core.batch_queue:  # None where it does not schedule ahead, as on CPU

@@ -47,11 +47,35 @@ def test_calibrated_on_tp2_it_foretells_all_else():
     assert max(choice.excess for choice in choices) < 0.05
 
 
+@pytest.fixture(scope="module")
+def untuned() -> list[Run]:
+    """Of a program without our layers' fusions and schedules' balance, one with an MLP that is computed again."""
+    return read_runs(RUNS)
+
+
+def test_calibrated_on_tp2_of_an_untuned_program_it_foretells_its_pp2(untuned):
+    start = dataclasses.replace(Calibration(), matrix=0.6, layer_seconds=1.5e-3, optimizer=0.4)
+    seen = [run for run in untuned if "TP2" in run.name]
+    unseen = [run for run in untuned if "PP2" in run.name]
+    assert len(seen) == 3 and len(unseen) == 6
+    assert max(abs(run.predict(start) / run.seconds - 1) for run in unseen) > 0.25
+    check(unseen, calibrate(start, seen))
+
+
+def test_its_first_choice_is_the_best_measured(untuned):
+    whole = [run for run in untuned if "without" not in run.name]
+    tokens = {
+        run.name: int(run.name.split()[-3]) * float(run.name.split()[-1]) for run in whole if "recomputed" not in run.name
+    }
+    measured = {run.name: tokens[run.name] / run.seconds for run in whole if run.name in tokens}
+    chosen = max(tokens, key=lambda name: tokens[name] / next(r for r in whole if r.name == name).predict(Calibration()))
+    assert measured[chosen] > 0.95 * max(measured.values())
+
+
 @pytest.mark.parametrize(
     "runs", [read_runs(RUNS), h200("update_tp2", "update_others", "unseen", "bubble_llama", "rollout_one_gpu")]
 )
 def test_the_defaults_foretell_all_runs(runs):
-    """Those of an untuned program as well, one with an MLP that is computed again."""
     check(runs, Calibration())
 
 

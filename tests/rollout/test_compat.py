@@ -81,8 +81,7 @@ def test_waking_takes_torchs_cache_only_at_need_and_says_what_lacks(monkeypatch,
 
 def test_no_step_of_the_engine_is_left_behind():
     """vLLM begins a step before it knows that the last response has ended (GPUs only)."""
-    steps = ["begun", "begun before"]
-    core = SimpleNamespace(batch_queue=list(steps))
+    core = SimpleNamespace(batch_queue=["begun", "begun before"])
     engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=lambda: core.batch_queue.pop())
     vllm_compat.finish_steps(engine)
     assert core.batch_queue == []
