@@ -8,14 +8,15 @@ from tests.world import World
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # for tiny models a second one only spins, on a core that the ranks of a world have use for
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu(count=1): needs so many CUDA devices")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        needed = (marker.args or (1,))[0] if marker else 0
+        if torch.cuda.device_count() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' * (needed > 1)}"))
 
 
 class _Worlds:

@@ -84,7 +84,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path):
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.timeout(TIMEOUT)
 def test_what_two_gpus_wrote_in_the_background_is_the_model(tmp_path):
     """By forked writers, while training went on; and another layout goes on from it."""

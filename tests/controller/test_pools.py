@@ -44,10 +44,10 @@ def test_a_critic_in_a_pool_of_its_own(tmp_path):
     assert picture in printed and "pool 1: ranks 2-3: critic" in picture
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.timeout(TIMEOUT + 20)
 def test_a_rollout_on_a_gpu_of_its_own(tmp_path):
-    """NCCL between two worlds. Needs two GPUs."""
+    """NCCL between two worlds."""
     overrides = ["cluster={ranks_per_node: 2, device: cuda}", "roles.actor={ranks: [0], pp: 1}", "model.dtype=bfloat16"]
     steps, _ = train(tmp_path, *overrides, "roles.rollout={ranks: [1], tp: 1, gpu_memory_utilization: 0.3}")
     assert [step["reshard/verified"] for step in steps] == [True, None]
