@@ -127,6 +127,7 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         no_decay = get_standard_config_overrides(config)  # biases and norms; the default in 0.16, to be asked for in 0.19
+        _blocks_of_its_own()
         with compat.gathering_over(group):
             self.megatron = get_megatron_optimizer(config, self.wrapped, config_overrides=no_decay)
 
@@ -251,6 +252,14 @@ class Optimizer:
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.grad_clip, total_norm=grad_norm)
+        if not any(optimizer.state for optimizer in self._inner()):
+            _blocks_of_its_own()  # the moments are about to be made
         self.megatron.step_with_ready_grads()
         self.updates += 1
         return {"grad_norm": grad_norm, "lr": lr, "skipped": False}
+
+
+def _blocks_of_its_own() -> None:
+    """Before states are allocated, which stay for as long as training does: in the large blocks that torch keeps of activations
+    (logits of several GB) they would hold on to each as a whole, and what is left of it is no use to an engine."""
+    torch.cuda.empty_cache()

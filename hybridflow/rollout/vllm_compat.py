@@ -35,7 +35,8 @@ _DEFAULTS = {
 }
 
 
-_WAKE_MARGIN = 1 << 30  # of free memory, for what the engine allocates while it generates
+GIB = 1 << 30
+_WAKE_MARGIN = GIB  # of free memory, for what the engine allocates while it generates
 
 
 @contextmanager
@@ -122,9 +123,11 @@ def wake_up(engine: "LLMEngine", tag: str) -> None:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         if free < needed:  # vLLM would say "CUDA Error: out of memory" and no more
+            held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
             raise RuntimeError(
-                f"the rollout engine's {tag} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free on the GPU: lower"
-                " roles.rollout.gpu_memory_utilization, set roles.actor.release_weights=always or add to roles.actor.offload"
+                f"the rollout engine's {tag} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free on the GPU, of which torch"
+                f" holds {held / GIB:.1f} for tensors of {used / GIB:.1f}: lower roles.rollout.gpu_memory_utilization, set"
+                " roles.actor.release_weights=always or add to roles.actor.offload"
             )
     engine.wake_up(tags=[tag])
 

@@ -183,6 +183,48 @@ def _tensors(device: str = "cpu") -> list[torch.Tensor]:
     return [whole[:1000], whole[1000:], torch.ones(77, 3, dtype=torch.bfloat16, device=device), torch.ones(0, device=device)]
 
 
+def update_and_empty(layout: Layout, model: dict, lengths: list[int]) -> dict:
+    """Two optimizers after one another; for each, its states whenever torch's cache was emptied, and what torch then keeps."""
+    from megatron_ext.optimizer import Optimizer
+    from tests.megatron_ext import scenarios
+    from tests.megatron_ext.hf_layout import hf_model
+    from tests.megatron_ext.test_optimizer import _update
+
+    role = scenarios.make_role(hf_model(**model), layout, torch.bfloat16, spec=None)
+    items = scenarios.sequences(model["vocab_size"], lengths)
+    empty_cache, optimizer, emptied, kept = torch.cuda.empty_cache, None, [], []
+    torch.cuda.empty_cache = lambda: (emptied.append(len(optimizer.states()) if optimizer else 0), empty_cache())
+    try:
+        for _ in range(2):
+            optimizer = None
+            with role.state.current():
+                optimizer = Optimizer(role.wrapped, SETTINGS, torch.bfloat16)
+            for _ in range(2):
+                _update(role, items, optimizer)
+            empty_cache()
+            if torch.cuda.is_available():
+                kept.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
+    finally:
+        torch.cuda.empty_cache = empty_cache
+    return {"emptied": emptied, "masters": len(optimizer.states()) // 3, "kept": kept}
+
+
+def test_states_that_stay_are_not_made_in_the_gaps_of_activations(worlds):
+    (found,) = worlds(1).run(update_and_empty, Layout(1), {"vocab_size": 128}, [5, 9])
+    assert found["emptied"] == [0, found["masters"]] * 2  # before the masters, and before the moments
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_what_is_left_of_blocks_that_states_lie_in_is_little(worlds):
+    """Logits of 1.6 GB and their like, in whose place the 1.6 GB of the moments would hold on to them."""
+    model = {"vocab_size": 100_000, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
+    model |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    (found,) = worlds(1, "gpu", cuda=True).run(update_and_empty, Layout(1), model, [8192] * 4)
+    for held, used in found["kept"]:
+        assert held - used < 0.1 * used, found["kept"]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_host_memory_is_allocated_once(device):
     tensors, host = _tensors(device), HostMemory()

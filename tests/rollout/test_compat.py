@@ -63,6 +63,8 @@ def test_waking_takes_torchs_cache_only_at_need_and_says_what_lacks(monkeypatch,
     allocator = SimpleNamespace(get_instance=lambda: SimpleNamespace(pointer_to_data=pieces))
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (memory["free"], 100 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 6 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 30)
 
     def empty_cache() -> None:
         memory["emptied"] += 1
@@ -73,7 +75,8 @@ def test_waking_takes_torchs_cache_only_at_need_and_says_what_lacks(monkeypatch,
     if wakes:
         vllm_compat.wake_up(engine, "kv_cache")
     else:
-        with pytest.raises(RuntimeError, match="kv_cache needs 3.0 GiB, 2.5 are free on the GPU: lower roles.rollout.gpu_mem"):
+        lacking = "kv_cache needs 3.0 GiB, 2.5 are free on the GPU, of which torch holds 6.0 for tensors of 5.0: lower roles"
+        with pytest.raises(RuntimeError, match=lacking):
             vllm_compat.wake_up(engine, "kv_cache")
     assert woken == ["kv_cache"] * wakes
     assert memory["emptied"] == emptied
