@@ -15,6 +15,8 @@ from megatron_ext import device
 from megatron_ext.optimizer import Optimizer
 
 ALIGNMENT = 512  # bytes
+OWN_BLOCK = 10 << 20  # bytes from which torch's allocator takes a block of its own from CUDA for each tensor
+PAGE = 2 << 20  # bytes, of which it takes a whole number then
 
 
 class HostMemory:
@@ -110,9 +112,24 @@ class TrainingMemory:
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel]):
         self._wrapped = wrapped
+        self._fill_blocks()
         self._states, self._weights = HostMemory(), HostMemory()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # of weights, and their bytes
         self._rebuilt_by: Optimizer | None = None
+
+    @torch.no_grad()
+    def _fill_blocks(self) -> None:
+        """Storages grow to whole blocks: torch would give the rest of a block to some small tensor that stays, and could not
+        return the block when the storage leaves."""
+        gradients = [buffer.grad_data for buffer in self._buffers()]
+        for data in gradients:
+            data.untyped_storage().resize_(0)  # makes room for the weights to move, and there is nothing to keep
+        for data in (*self._parameter_data(), *gradients):
+            storage = data.untyped_storage()
+            wanted = max(storage.nbytes(), data.nbytes)
+            storage.resize_(-(-wanted // PAGE) * PAGE if wanted >= OWN_BLOCK else wanted)
+        for data in gradients:
+            data.zero_()
 
     def release_gradients(self) -> None:
         device.synchronize()
@@ -164,7 +181,10 @@ class TrainingMemory:
 
     def _parameter_data(self) -> list[Tensor]:
         """The contiguous buffers that all parameters are views of."""
-        return [buffer.param_data for chunk in self._wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        return [buffer.param_data for buffer in self._buffers()]
+
+    def _buffers(self) -> list:
+        return [buffer for chunk in self._wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,10 +1,12 @@
 """What leaves the device comes back bit for bit: weights rebuilt from masters, and what rested on the host."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_ext.layout import Layout
-from megatron_ext.memory import HostMemory, is_empty
+from megatron_ext.memory import PAGE, HostMemory, TrainingMemory, is_empty
 from megatron_ext.optimizer import OptimizerSettings
 
 SETTINGS = OptimizerSettings(lr=3e-3, grad_clip=1.0, weight_decay=0.1)
@@ -25,7 +27,6 @@ def _train(
     reference, layout: Layout, dtype: torch.dtype, away: tuple[str, ...], spec: str | None
 ) -> tuple[list[dict], list[dict]]:
     """One entry per break, and the parameters after every update."""
-    from megatron_ext.memory import TrainingMemory
     from megatron_ext.optimizer import Optimizer
     from tests.megatron_ext import scenarios
     from tests.megatron_ext.test_optimizer import _update
@@ -124,7 +125,6 @@ def test_what_rested_on_the_host_comes_back(worlds, dtype: str, away: tuple[str,
 
 
 def test_what_torch_keeps_is_handed_over_where_others_lack_it(monkeypatch):
-    from megatron_ext.memory import TrainingMemory
 
     handed_over = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -149,7 +149,6 @@ def test_on_a_gpu_with_its_own_kernels(worlds, away: tuple[str, ...]):
 
 def load_into_a_model_with_an_optimizer(layout: Layout) -> dict:
     """Weights from outside: the masters are of others until they are taken again."""
-    from megatron_ext.memory import TrainingMemory
     from megatron_ext.optimizer import Optimizer
     from tests.megatron_ext import scenarios
     from tests.megatron_ext.hf_layout import fill, hf_model
@@ -183,15 +182,15 @@ def _tensors(device: str = "cpu") -> list[torch.Tensor]:
     return [whole[:1000], whole[1000:], torch.ones(77, 3, dtype=torch.bfloat16, device=device), torch.ones(0, device=device)]
 
 
-def update_and_empty(layout: Layout, model: dict, lengths: list[int]) -> dict:
+def update_and_empty(model: dict, length: int) -> dict:
     """Two optimizers after one another; for each, its states whenever torch's cache was emptied, and what torch then keeps."""
     from megatron_ext.optimizer import Optimizer
+    from megatron_ext.step import forward_backward, pack
     from tests.megatron_ext import scenarios
     from tests.megatron_ext.hf_layout import hf_model
-    from tests.megatron_ext.test_optimizer import _update
 
-    role = scenarios.make_role(hf_model(**model), layout, torch.bfloat16, spec=None)
-    items = scenarios.sequences(model["vocab_size"], lengths)
+    role = scenarios.make_role(hf_model(**model), Layout(1), torch.bfloat16, spec=None)
+    micro_batches = [pack([item], length) for item in scenarios.sequences(model["vocab_size"], [length] * 2)]
     empty_cache, optimizer, emptied, kept = torch.cuda.empty_cache, None, [], []
     torch.cuda.empty_cache = lambda: (emptied.append(len(optimizer.states()) if optimizer else 0), empty_cache())
     try:
@@ -199,8 +198,10 @@ def update_and_empty(layout: Layout, model: dict, lengths: list[int]) -> dict:
             optimizer = None
             with role.state.current():
                 optimizer = Optimizer(role.wrapped, SETTINGS, torch.bfloat16)
-            for _ in range(2):
-                _update(role, items, optimizer)
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    forward_backward(role.wrapped, micro_batches, scenarios.policy_loss)
+                    optimizer.step()
             empty_cache()
             if torch.cuda.is_available():
                 kept.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
@@ -209,8 +210,42 @@ def update_and_empty(layout: Layout, model: dict, lengths: list[int]) -> dict:
     return {"emptied": emptied, "masters": len(optimizer.states()) // 3, "kept": kept}
 
 
+def _chunk(nbytes: int, on: str) -> SimpleNamespace:
+    """All that TrainingMemory looks at: 16-bit weights of so many bytes, and gradients of twice as many."""
+    buffer = SimpleNamespace(
+        param_data=torch.ones(nbytes // 2, dtype=torch.bfloat16, device=on), grad_data=torch.ones(nbytes // 2, device=on)
+    )
+    return SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[])
+
+
+@pytest.mark.parametrize(("nbytes", "weights", "gradients"), [(50_000_000, 24, 48), (10_000_000, None, 10)])
+def test_buffers_fill_whole_blocks(nbytes: int, weights: int | None, gradients: int):
+    """In pages of 2 MiB; below 10 MiB several tensors share a block anyway."""
+    chunk = _chunk(nbytes, "cpu")
+    TrainingMemory([chunk])
+    (buffer,) = chunk.buffers
+    assert buffer.param_data.untyped_storage().nbytes() == (weights * PAGE if weights else nbytes)
+    assert buffer.grad_data.untyped_storage().nbytes() == gradients * PAGE
+    assert (buffer.param_data == 1).all() and not buffer.grad_data.any()
+
+
+@pytest.mark.gpu
+def test_a_small_tensor_that_stays_keeps_no_weights():
+    torch.cuda.empty_cache()
+    chunk = _chunk(26 * PAGE - 1_760_000, "cuda")  # so much is left of their last page
+    TrainingMemory([chunk])
+    torch.cuda.empty_cache()
+    small = torch.zeros(1_760_000, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_reserved()
+    (buffer,) = chunk.buffers
+    for data in (buffer.param_data, buffer.grad_data):
+        data.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.memory_reserved() >= 3 * (26 * PAGE - 1_760_000) and not small.any()
+
+
 def test_states_that_stay_are_not_made_in_the_gaps_of_activations(worlds):
-    (found,) = worlds(1).run(update_and_empty, Layout(1), {"vocab_size": 128}, [5, 9])
+    (found,) = worlds(1).run(update_and_empty, {"vocab_size": 128}, 9)
     assert found["emptied"] == [0, found["masters"]] * 2  # before the masters, and before the moments
 
 
@@ -220,7 +255,7 @@ def test_what_is_left_of_blocks_that_states_lie_in_is_little(worlds):
     """Logits of 1.6 GB and their like, in whose place the 1.6 GB of the moments would hold on to them."""
     model = {"vocab_size": 100_000, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
     model |= {"num_attention_heads": 8, "num_key_value_heads": 8}
-    (found,) = worlds(1, "gpu", cuda=True).run(update_and_empty, Layout(1), model, [8192] * 4)
+    (found,) = worlds(1, "gpu", cuda=True).run(update_and_empty, model, 8192)
     for held, used in found["kept"]:
         assert held - used < 0.1 * used, found["kept"]
 
