@@ -34,6 +34,11 @@ class HostMemory:
         """Of the block."""
         return len(self._block)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether tensors rest here."""
+        return bool(self._resting)
+
     def take(self, tensors: Iterable[Tensor], reserve: int = 0, copy: bool = True) -> None:
         """Move the tensors' storages here. Waits until the copy is done.
 
@@ -125,9 +130,9 @@ class TrainingMemory:
         for data in gradients:
             data.untyped_storage().resize_(0)  # makes room for the weights to move, and there is nothing to keep
         for data in (*self._parameter_data(), *gradients):
-            storage = data.untyped_storage()
-            wanted = max(storage.nbytes(), data.nbytes)
-            storage.resize_(-(-wanted // PAGE) * PAGE if wanted >= OWN_BLOCK else wanted)
+            self.hand_over()  # so that the new block is one of its own, not a part of what the one before left
+            size = data.nbytes if data.nbytes < OWN_BLOCK else -(-data.nbytes // PAGE) * PAGE
+            data.untyped_storage().resize_(max(size, data.untyped_storage().nbytes()))
         for data in gradients:
             data.zero_()
 
@@ -169,6 +174,9 @@ class TrainingMemory:
 
     def restore(self) -> None:
         """Everything that is away comes back, bit for bit, gradients as zeros. Collective where weights were dropped."""
+        buffers = [*self._parameter_data(), *(buffer.grad_data for buffer in self._buffers())]
+        if self._states.in_use or any(is_empty(data) for data in buffers):
+            self.hand_over()  # blocks of its own again, not parts of those that torch keeps of the engine's activations
         self._states.give_back()
         self._weights.give_back()
         if self._rebuilt_by is not None:

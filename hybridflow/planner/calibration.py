@@ -25,9 +25,11 @@ class Calibration:
     constant time per layer, `layer_seconds`, in which kernels are launched, fill the GPU and drain.
 
     `matrix`, `layer_seconds` and `optimizer` are fitted to the TP2 runs, and to them only, of a 7.6B model on two H200s
-    (benchmarks/results/h200x2/update_tp2.json); the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; those of waking,
-    resharding, eager decoding and `fixed_bytes` to benchmarks/results/. `experts`, `attention`,
-    `memory`, `network`, `host_link` and the other ones of decoding are assumptions as yet.
+    (benchmarks/results/h200x2/update_tp2.json); the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; `decode_memory` to 128
+    sequences of that model on one of them (h200x2/rollout_one_gpu.json), Python's seconds of decoding to 512 of a small one
+    (smollm2_h200_step.json); those of waking, releasing, resharding, eager decoding and `fixed_bytes` to whole jobs in
+    benchmarks/results/. `experts`, `attention`, `memory`, `network`, `host_link` and `decode_transfer_seconds` are assumptions
+    as yet.
     """
 
     matrix: float = 0.887  # share of bf16 peak of matrix products
@@ -39,16 +41,16 @@ class Calibration:
     wire: float = 0.82  # share of the wire of a collective between GPUs of a node
     network: float = 0.8  # share of the network of one between nodes
     transfer_seconds: float = 50e-6  # of a transfer or collective, beside its bytes
-    decode_memory: float = 0.7  # share of the memory bandwidth at which decoding reads weights and KV cache
-    decode_seconds: float = 4.0e-3  # of Python in a decode step with CUDA graphs: scheduling, the results of the step before
-    decode_sequence_seconds: float = 10e-6  # of Python for each sequence in it
+    decode_memory: float = 0.56  # share of the memory bandwidth at which decoding reads weights and KV cache
+    decode_seconds: float = 3.2e-3  # of Python in a decode step with CUDA graphs: scheduling, the results of the step before
+    decode_sequence_seconds: float = 4e-6  # of Python for each sequence in it
     decode_transfer_seconds: float = 15e-6  # of one of its all-reduces
     eager_layer_seconds: float = 1.1e-3  # of Python for a layer in a decode step without CUDA graphs
     reshard: float = 0.65  # share of the bound's speed
-    wake_seconds: float = 0.065  # of mapping weights and KV cache
+    wake_seconds: float = 0.17  # of mapping weights and KV cache
     wake_seconds_per_gib: float = 4.4e-3  # of weights
-    sleep_seconds: float = 0.1
-    release_seconds: float = 0.08  # of dropping training's weights and making them again from the masters
+    sleep_seconds: float = 0.07
+    release_seconds_per_gib: float = 4.8e-3  # of training's memory that leaves for the engine and comes back
     host_link: float = 45e9  # bytes a second between a GPU and page-locked host memory
     fixed_bytes: float = 7.8 * GIB  # CUDA contexts, communicators, workspaces, what a sleeping engine keeps
 

@@ -16,11 +16,12 @@ from hybridflow.planner.generation import (
     DEFAULT_SEQUENCES,
     EngineTask,
     broadcast_seconds,
+    release_seconds,
     reshard_seconds,
     rollout,
     wake_seconds,
 )
-from hybridflow.planner.memory import GIB, MemoryPlan, Part, engine_weights, memory_plan
+from hybridflow.planner.memory import GIB, MemoryPlan, Part, Release, engine_weights, memory_plan
 from hybridflow.planner.passes import Causes, Machine, Micro, Pass, Task, forward_pass, update_pass
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
@@ -311,8 +312,14 @@ def _rollout(
         around = {"weights over the network": broadcast_seconds(machine, engine.weights)}
     if role.sleep and config.rollout_shares:
         around |= {"wake": wake_seconds(machine, engine.weights), "sleep": calibration.sleep_seconds}
-    if any(release.weights for release in plan.releases.values()):
-        around["release"] = calibration.release_seconds
+    engines = set(placement.roles["rollout"])
+    leaving = sum(
+        _leaving(models[name], config.layout(name), config.dtype(name), release)
+        for name, release in plan.releases.items()
+        if not engines.isdisjoint(placement.roles[name])
+    )
+    if leaving:
+        around["release"] = release_seconds(machine, leaving)
     offloaded = [name for name, r in config.trained_roles().items() if "optimizer" in r.offload]
     states = sum(_optimizer_bytes(config, models, name) for name in offloaded)
     if states:
@@ -342,6 +349,12 @@ def _optimizer_bytes(config: Config, models: Mapping[str, HFConfig], name: str) 
 def _weights(hf: HFConfig, layout: Layout, dtype: str) -> float:
     """Bytes on the fullest stage."""
     return ITEMSIZE[dtype] * max(held.all for held in counts.stage_elements(hf, layout))
+
+
+def _leaving(hf: HFConfig, layout: Layout, dtype: str, release: Release) -> float:
+    """Bytes that make room for the engine on the fullest stage."""
+    size = 4 * release.gradients + ITEMSIZE[dtype] * release.weights
+    return size * max(held.all for held in counts.stage_elements(hf, layout))
 
 
 def _with_activations(config: Config, name: str, plan: MemoryPlan, found: Pass, fixed: Part) -> tuple[Part, ...]:

@@ -119,6 +119,11 @@ def wake_seconds(machine: Machine, weights: float) -> float:
     return machine.calibration.wake_seconds + machine.calibration.wake_seconds_per_gib * weights / GIB
 
 
+def release_seconds(machine: Machine, nbytes: float) -> float:
+    """Of training's gradients and weights, which leave while the engine is awake, and of making them again."""
+    return machine.calibration.release_seconds_per_gib * nbytes / GIB
+
+
 def broadcast_seconds(machine: Machine, weights: float) -> float:
     """New weights for an engine on GPUs of its own: every rank receives its shard over the network."""
     return weights / (machine.calibration.network * machine.cluster.network_bytes_per_second)

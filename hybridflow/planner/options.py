@@ -55,6 +55,7 @@ class Option(NamedTuple):
     extra: float
     resting: float
     weights: float  # of the actor, which are there when the engine's arrive
+    leaving: float  # gradients, and weights that masters can make again: they make room for the engine
     reshard: tuple[float, ...]  # of the actor, by the rollout TP of `Options.engine_sizes`
     offloaded: float = 0.0  # weights that are on the GPU during the role's own calls only; in `extra`
 
@@ -140,6 +141,7 @@ class Options:
                         extra=self._extra(role, layout, [found for found in (inferred, updated) if found], static),
                         resting=resting,
                         weights=weights if role.name == "actor" else 0.0,
+                        leaving=self._leaving(role, layout),
                         reshard=self._reshard(role, layout),
                     ),
                     weights,
@@ -229,6 +231,11 @@ class Options:
             resting = (states if itemsize == 2 else states + weights) if role.trained else weights
             found.append((weights + 4 * held.all + states if role.trained else weights, resting, weights))
         return tuple(max(column) for column in zip(*found, strict=True))
+
+    def _leaving(self, role: JobRole, layout: Layout) -> float:
+        itemsize = ITEMSIZE[role.dtype]
+        size = (4 + itemsize if itemsize == 2 else 4) if role.trained else 0
+        return size * max(held.all for held in counts.stage_elements(role.hf, layout))
 
     def _extra(self, role: JobRole, layout: Layout, passes: list[Pass], static: float) -> float:
         """Activations of the fullest stage beyond the largest static part of any."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from hybridflow.planner.counts import ITEMSIZE
 from hybridflow.planner.forecast import Phase, Workload, phase_name
-from hybridflow.planner.generation import EngineTask, broadcast_seconds, rollout, wake_seconds
+from hybridflow.planner.generation import EngineTask, broadcast_seconds, release_seconds, rollout, wake_seconds
 from hybridflow.planner.memory import Part, engine_elements
 from hybridflow.planner.options import SAME_SECONDS, JobRole, Option, Options, front, tolerances
 from hybridflow.planner.passes import Causes, Machine
@@ -258,7 +258,7 @@ class Search:
                 "reshard": actor.reshard[index],
                 "wake": wake_seconds(machine, weights),
                 "sleep": calibration.sleep_seconds,
-                "release": calibration.release_seconds,
+                "release": release_seconds(machine, sum(option.leaving for option in options)),
             }
         if task not in self._rollouts:
             self._rollouts[task] = rollout(machine, task)
