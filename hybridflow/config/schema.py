@@ -112,7 +112,7 @@ class MegatronRoleConfig:
     ep: int = 1  # ranks that share the experts of a layer; ep x etp must divide the ranks of a pipeline stage
     etp: int = 1  # ranks that share the matrices of an expert, whatever tp is
     sequence_parallel: bool = False  # takes effect where tp > 1; models with experts need it there
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "mlp", "full"] = "none"
     # what rests in page-locked host memory while it is not needed. Of actor and critic, while the rollout engine is awake:
     # params, grads (carry nothing over, so that they are dropped only), optimizer; of the reference and of models that
     # score, outside their own calls: params

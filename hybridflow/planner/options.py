@@ -217,7 +217,7 @@ class Options:
             if count in seen:
                 continue
             seen.add(count)
-            for recompute in ("none", "full"):
+            for recompute in ("none", "mlp", "full"):
                 yield tokens, recompute, update_pass(self.machine, self._task(role, layout, micro, count, recompute))
 
     def _static(self, role: JobRole, layout: Layout) -> tuple[float, float, float]:

@@ -49,6 +49,7 @@ def test_passes(tmp_path, model):
         ["roles.actor.split={embedding: 1, loss: 1}"],
         ["roles.actor={tp: 1, pp: 2, vpp: 2, split: {by_cost: true}, overlap_grad_reduce: true}", "run.profile=true"],
         ["roles.actor={vpp: 2, megatron: {overlap_p2p_comm: false}}"],
+        ["roles.actor={recompute: mlp}"],
         ["roles.actor={tp: 1, pp: 1}", "batch.prompts=7"],  # 14 samples a mini-batch over DP 4: filled up, not refused
         ["roles.rollout.tp=4", "model.path={model}"],  # 2 KV heads on 4 ranks: vLLM repeats them
         ["sampling.top_p=0.9"],  # two mini-batches: log-probs are recomputed

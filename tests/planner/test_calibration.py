@@ -11,7 +11,7 @@ from hybridflow.planner.calibration import Calibration
 from hybridflow.planner.records import Run, calibrate, read_runs
 from tests.planner.models import ROOT, RUNS
 
-RESULTS = ROOT / "benchmarks" / "results" / "h200x2"
+RESULTS = ROOT / "benchmarks" / "results"
 MODEL = json.loads((ROOT / "configs" / "models" / "qwen2_7b.json").read_text())
 
 
@@ -30,7 +30,7 @@ def check(runs, calibration):
 
 
 def h200(*names: str) -> list[Run]:
-    return [run for name in names for run in read_runs(RESULTS / f"{name}.json")]
+    return [run for name in names for run in read_runs(RESULTS / "h200x2" / f"{name}.json")]
 
 
 def test_calibrated_on_tp2_it_foretells_all_else():
@@ -45,6 +45,16 @@ def test_calibrated_on_tp2_it_foretells_all_else():
     choices = forecast.choices(forecast.compare([*seen, *unseen], found))
     assert [choice.among for choice in choices] == [6, 6, 2, 2, 6]
     assert max(choice.excess for choice in choices) < 0.05
+
+
+def test_calibrated_on_two_gpus_it_foretells_one():
+    """Seven sizes of micro-batches, models and kinds of recomputation, each with its passes for log-probs."""
+    runs = read_runs(RESULTS / "h200" / "update.json")
+    found = calibrate(Calibration(), h200("update_tp2"))
+    assert len(runs) == 14
+    for run in runs:
+        assert run.predict(found) == pytest.approx(run.seconds, rel=0.25), run.name
+        assert run.memory(found) == pytest.approx(run.peak_bytes, rel=0.1), run.name
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.whole_step import MOVES
 from hybridflow.config.load import load
 from hybridflow.config.schema import Config, ConfigError
 from hybridflow.planner.forecast import Forecast, check_forecast, forecast, workload
@@ -52,6 +53,25 @@ def test_memory_and_seconds_of_a_measured_job(tmp_path, run, release):
         assert phases[phase].seconds == pytest.approx(results["seconds"][phase], rel=0.25, abs=0.12), phase
     assert found.seconds == pytest.approx(results["seconds"]["step"], rel=0.25)
     assert check_forecast(found) == ""
+
+
+@pytest.mark.parametrize("name", ["planner", "usual", "recompute"])
+def test_whole_steps_of_one_gpu(tmp_path, name):
+    """An H200, 4.4B parameters, 128 samples of 255 + 512 tokens, CUDA graphs; run by benchmarks/run_one_gpu.sh."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "h200" / f"step_{name}.json").read_text())["results"]["layouts"][0]
+    keys = [f"roles.{role}.{key}={value}" for role, fields in results["roles"].items() for key, value in fields.items()]
+    sections = {"batch": {"prompts": 16, "samples_per_prompt": 8, "mini_batches": 2}}
+    sections["sampling"] = {"max_prompt_tokens": 255, "max_response_tokens": 512}
+    chosen = config(tmp_path, *keys, ranks=1, **sections)
+    models = {"actor": shape("qwen2_7b", num_hidden_layers=14)}
+    found = forecast(chosen, models, Machine(h200s(1)), workload(chosen, 255, results["response_tokens"]))
+    phases = {phase.name: phase for phase in found.phases}
+    for phase in ("rollout", "log_probs", "update"):
+        assert phases[phase].seconds == pytest.approx(results["seconds"][phase], rel=0.25), phase
+        assert phases[phase].nbytes == pytest.approx(results["memory_bytes"][phase], rel=0.1), phase
+    moves = sum(results["seconds"][move] for move in MOVES)
+    assert phases["reshard"].seconds == pytest.approx(moves, rel=0.35)  # 4 to 7% of the step
+    assert found.seconds == pytest.approx(results["seconds"]["step"], rel=0.1)
 
 
 def test_the_phases_of_ppo(tmp_path):
@@ -102,7 +122,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(tmp_path):
     with pytest.raises(ConfigError) as error:
         check_forecast(found)
     assert str(error.value).startswith(f"update needs {needed:.1f} GiB on a GPU of 140.4 GiB: actor weights 14.2 + actor gradi")
-    assert "lower roles.actor.micro_batch_tokens, set roles.actor.recompute=full, use a larger roles.actor.tp or pp" in str(
+    assert "lower roles.actor.micro_batch_tokens, set roles.actor.recompute=mlp or full, use a larger roles.actor.tp or pp" in str(
         error.value
     )
     assert "\n" not in str(error.value)
