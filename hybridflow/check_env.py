@@ -196,8 +196,9 @@ def _cuda() -> str | None:
 def smoke(ranks: int, nodes: int, seconds: float, cuda: bool) -> int:
     """The ranks' test under torchrun; returns its exit status. Node 0's prints what it measured."""
     from hybridflow.controller.hang import Watch
+    from hybridflow.quiet import PYTHON_WARNINGS
     from hybridflow.supervise import Job, supervise
-    from hybridflow.torchrun import PYTHON_WARNINGS, agent_command, reachable_interface
+    from hybridflow.torchrun import agent_command, reachable_interface
 
     meeting = rendezvous(nodes, 0, os.environ)
     own = reachable_interface(socket.gethostname()) if nodes > 1 else {}

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow import quiet
 from hybridflow.planner.arguments import USAGE as PLAN_USAGE
 from hybridflow.planner.arguments import add_arguments as add_plan_arguments
 from hybridflow.processes import inside_torchrun
@@ -27,6 +28,7 @@ LET_RANK_0_SPEAK = 30  # seconds
 def main(argv: list[str] | None = None) -> int:
     from hybridflow.config.schema import ConfigError
 
+    quiet.ignore()
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]

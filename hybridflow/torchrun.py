@@ -14,21 +14,11 @@ from hybridflow.controller import rank_log
 from hybridflow.controller.hang import Watch
 from hybridflow.controller.placement import place
 from hybridflow.machine import try_port
+from hybridflow.quiet import PYTHON_WARNINGS
 from hybridflow.rendezvous import Rendezvous, rendezvous
 from hybridflow.supervise import Job, supervise
 
 MEET_SECONDS = 1800  # for all nodes to start
-
-# How Megatron's warnings begin that every rank would repeat, and that nobody who runs a job can or need do something about.
-_USELESS_WARNINGS = (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "full scope is deprecated",
-    "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
-    "resource_tracker",  # of what a killed rank left in shared memory: it says so when it has cleaned up
-)
-
-PYTHON_WARNINGS = ",".join(f"ignore:{message}" for message in _USELESS_WARNINGS)
 
 
 def launch(config: Config, device: str, config_path: str, overrides: list[str]) -> int:

@@ -50,7 +50,11 @@ def ladder(config: Config, num_layers: Mapping[str, int]) -> Ladder:
     optimizer_steps = batch.mini_batches * config.algorithm.epochs
     at_most = "at most " if samples % batch.mini_batches else ""
     rungs = (
-        Rung("ranks", f"{config.world_size}", f"{config.cluster.nodes} nodes x {config.cluster.ranks_per_node}"),
+        Rung(
+            "ranks",
+            f"{config.world_size}",
+            f"{config.cluster.nodes} x {config.cluster.ranks_per_node}, nodes x ranks of a node",
+        ),
         *(rung for role, layers in num_layers.items() for rung in _megatron(config, role, layers)),
         *(_whole(config, role) for role in config.scoring_roles() if role not in num_layers),
         Rung("rollout", f"{engines} x TP{config.roles.rollout.tp}", f"{config.dtype('rollout')}, engines x ranks of an engine"),

@@ -235,7 +235,9 @@ def check_forecast(found: Forecast) -> str:
 def _remedy(phase: Phase) -> str:
     role = phase.role
     if phase.stage == "update":
-        return f"lower roles.{role}.micro_batch_tokens, set roles.{role}.recompute=mlp or full, use a larger roles.{role}.tp or pp"
+        return (
+            f"lower roles.{role}.micro_batch_tokens, set roles.{role}.recompute=mlp or full, use a larger roles.{role}.tp or pp"
+        )
     if phase.stage == "experience":
         return f"lower roles.{role}.forward_micro_batch_tokens, use a larger roles.{role}.tp or pp"
     lower = "lower roles.rollout.gpu_memory_utilization, use a larger roles.rollout.tp"

@@ -122,8 +122,9 @@ def test_what_does_not_fit_is_refused_with_both_numbers(tmp_path):
     with pytest.raises(ConfigError) as error:
         check_forecast(found)
     assert str(error.value).startswith(f"update needs {needed:.1f} GiB on a GPU of 140.4 GiB: actor weights 14.2 + actor gradi")
-    assert "lower roles.actor.micro_batch_tokens, set roles.actor.recompute=mlp or full, use a larger roles.actor.tp or pp" in str(
-        error.value
+    assert (
+        "lower roles.actor.micro_batch_tokens, set roles.actor.recompute=mlp or full, use a larger roles.actor.tp or pp"
+        in str(error.value)
     )
     assert "\n" not in str(error.value)
     update = next(phase for phase in found.phases if phase.name == "update")
