@@ -45,6 +45,7 @@ update() { # the same tokens in the same sequences in all of a model's rows
   row '' --tokens $((2 * tokens)) --longest $longest --micro-batches 4
   row '' --tokens $((4 * tokens)) --longest $longest --micro-batches 2
   row '' --tokens $((2 * tokens)) --longest $longest --micro-batches 4 roles.actor.recompute=selective
+  row '' --tokens $((2 * tokens)) --longest $longest --micro-batches 4 roles.actor.recompute=mlp
   row '' --tokens $((2 * tokens)) --longest $longest --micro-batches 4 roles.actor.recompute=full
   row '' "${one[@]}" --tokens "$tokens" --micro-batches 8
   row '' "${one[@]}" --tokens $((2 * tokens)) --micro-batches 4

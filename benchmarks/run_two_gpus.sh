@@ -114,7 +114,7 @@ unseen() {
 forecast() { # calibrated on TP2 and a rollout of one model; `tune` has runs that a forecast cannot tell apart
   local name seen=() others=()
   for name in update_tp2 rollout_tp2 rollout_one_gpu; do [[ -f $OUT/$name.json ]] && seen+=("$OUT/$name.json"); done
-  for name in update_others unseen rollout_tp1 bubble_qwen; do [[ -f $OUT/$name.json ]] && others+=("$OUT/$name.json"); done
+  for name in update_others unseen rollout_tp1 bubble_qwen bubble_llama; do [[ -f $OUT/$name.json ]] && others+=("$OUT/$name.json"); done
   if [[ -z $LIST && (${#seen[@]} == 0 || ${#others[@]} == 0) ]]; then
     echo "forecast: $OUT lacks the results of update, rollout or unseen" && return 0
   fi

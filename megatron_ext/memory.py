@@ -15,8 +15,10 @@ from megatron_ext import device
 from megatron_ext.optimizer import Optimizer
 
 ALIGNMENT = 512  # bytes
-OWN_BLOCK = 10 << 20  # bytes from which torch's allocator takes a block of its own from CUDA for each tensor
-PAGE = 2 << 20  # bytes, of which it takes a whole number then
+# What torch's allocator takes from CUDA for a tensor if its cache has nothing as large: from 10 MiB on a block for it alone, of
+# whole pages. A rest of over 1 MiB goes to other tensors.
+OWN_BLOCK = 10 << 20
+PAGE = 2 << 20
 
 
 class HostMemory:
@@ -125,12 +127,12 @@ class TrainingMemory:
     @torch.no_grad()
     def _fill_blocks(self) -> None:
         """Storages grow to whole blocks: torch would give the rest of a block to some small tensor that stays, and could not
-        return the block when the storage leaves."""
+        return the block when the storage leaves. The optimizer's states, many and smaller, are left as they are."""
         gradients = [buffer.grad_data for buffer in self._buffers()]
         for data in gradients:
             data.untyped_storage().resize_(0)  # makes room for the weights to move, and there is nothing to keep
         for data in (*self._parameter_data(), *gradients):
-            self.hand_over()  # so that the new block is one of its own, not a part of what the one before left
+            self.hand_over()  # or the new block would be a part of the one that the storage before has left
             size = data.nbytes if data.nbytes < OWN_BLOCK else -(-data.nbytes // PAGE) * PAGE
             data.untyped_storage().resize_(max(size, data.untyped_storage().nbytes()))
         for data in gradients:
@@ -176,7 +178,7 @@ class TrainingMemory:
         """Everything that is away comes back, bit for bit, gradients as zeros. Collective where weights were dropped."""
         buffers = [*self._parameter_data(), *(buffer.grad_data for buffer in self._buffers())]
         if self._states.in_use or any(is_empty(data) for data in buffers):
-            self.hand_over()  # blocks of its own again, not parts of those that torch keeps of the engine's activations
+            self.hand_over()  # or blocks would be parts of those that torch keeps of the engine's activations
         self._states.give_back()
         self._weights.give_back()
         if self._rebuilt_by is not None:

@@ -127,7 +127,10 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         no_decay = get_standard_config_overrides(config)  # biases and norms; the default in 0.16, to be asked for in 0.19
-        _blocks_of_its_own()
+        for parameter in (parameter for chunk in wrapped for parameter in chunk.parameters()):
+            if hasattr(parameter, "main_param"):
+                parameter.main_param = None  # through it the masters of the optimizer before this one would stay
+        _empty_cache_for_states()
         with compat.gathering_over(group):
             self.megatron = get_megatron_optimizer(config, self.wrapped, config_overrides=no_decay)
 
@@ -202,6 +205,7 @@ class Optimizer:
         read into. torch's AdamW counts its steps by parameter, each in a tensor of its own; Transformer Engine's and apex's by
         group."""
         self.updates = updates
+        _empty_cache_for_states()
         for optimizer in self._inner() if updates else ():
             by_parameter = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
             for group in optimizer.param_groups:
@@ -252,14 +256,14 @@ class Optimizer:
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.grad_clip, total_norm=grad_norm)
-        if not any(optimizer.state for optimizer in self._inner()):
-            _blocks_of_its_own()  # the moments are about to be made
+        if not self.updates:
+            _empty_cache_for_states()  # the moments are about to be made
         self.megatron.step_with_ready_grads()
         self.updates += 1
         return {"grad_norm": grad_norm, "lr": lr, "skipped": False}
 
 
-def _blocks_of_its_own() -> None:
+def _empty_cache_for_states() -> None:
     """Before states are allocated, which stay for as long as training does: in the large blocks that torch keeps of activations
     (logits of several GB) they would hold on to each as a whole, and what is left of it is no use to an engine."""
     torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ from hybridflow.planner.generation import (
     rollout,
     wake_seconds,
 )
-from hybridflow.planner.memory import GIB, MemoryPlan, Part, Release, engine_weights, memory_plan
+from hybridflow.planner.memory import GIB, MemoryPlan, Part, engine_weights, leaving_bytes, memory_plan
 from hybridflow.planner.passes import Causes, Machine, Micro, Pass, Task, forward_pass, update_pass
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout
@@ -316,7 +316,7 @@ def _rollout(
         around |= {"wake": wake_seconds(machine, engine.weights), "sleep": calibration.sleep_seconds}
     engines = set(placement.roles["rollout"])
     leaving = sum(
-        _leaving(models[name], config.layout(name), config.dtype(name), release)
+        leaving_bytes(models[name], config.layout(name), ITEMSIZE[config.dtype(name)], release)
         for name, release in plan.releases.items()
         if not engines.isdisjoint(placement.roles[name])
     )
@@ -351,12 +351,6 @@ def _optimizer_bytes(config: Config, models: Mapping[str, HFConfig], name: str) 
 def _weights(hf: HFConfig, layout: Layout, dtype: str) -> float:
     """Bytes on the fullest stage."""
     return ITEMSIZE[dtype] * max(held.all for held in counts.stage_elements(hf, layout))
-
-
-def _leaving(hf: HFConfig, layout: Layout, dtype: str, release: Release) -> float:
-    """Bytes that make room for the engine on the fullest stage."""
-    size = 4 * release.gradients + ITEMSIZE[dtype] * release.weights
-    return size * max(held.all for held in counts.stage_elements(hf, layout))
 
 
 def _with_activations(config: Config, name: str, plan: MemoryPlan, found: Pass, fixed: Part) -> tuple[Part, ...]:

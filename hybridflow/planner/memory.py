@@ -88,6 +88,12 @@ def footprint(hf: HFConfig, layout: Layout, rank: int, dtype: str, trained: bool
     return Footprint(held.all * itemsize, 4 * held.all, int(share * (12 if itemsize == 2 else 8)))
 
 
+def leaving_bytes(hf: HFConfig, layout: Layout, itemsize: int, release: Release) -> int:
+    """What makes room for the engine on the fullest stage."""
+    size = 4 * release.gradients + itemsize * release.weights
+    return size * max(held.all for held in stage_elements(hf, layout))
+
+
 def engine_weights(config: Config, hf: HFConfig) -> int:
     """Bytes of vLLM's weights on one rank."""
     rollout = config.roles.rollout

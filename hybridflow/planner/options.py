@@ -14,7 +14,7 @@ from hybridflow.planner import counts
 from hybridflow.planner.counts import ITEMSIZE
 from hybridflow.planner.forecast import Workload
 from hybridflow.planner.generation import reshard_seconds
-from hybridflow.planner.memory import RESERVE
+from hybridflow.planner.memory import RESERVE, Release, leaving_bytes
 from hybridflow.planner.passes import Machine, Micro, Pass, Task, forward_pass, update_pass
 from megatron_ext.hf_config import HFConfig
 from megatron_ext.layout import Layout, Split
@@ -141,7 +141,7 @@ class Options:
                         extra=self._extra(role, layout, [found for found in (inferred, updated) if found], static),
                         resting=resting,
                         weights=weights if role.name == "actor" else 0.0,
-                        leaving=self._leaving(role, layout),
+                        leaving=leaving_bytes(role.hf, layout, ITEMSIZE[role.dtype], _release(role)),
                         reshard=self._reshard(role, layout),
                     ),
                     weights,
@@ -232,11 +232,6 @@ class Options:
             found.append((weights + 4 * held.all + states if role.trained else weights, resting, weights))
         return tuple(max(column) for column in zip(*found, strict=True))
 
-    def _leaving(self, role: JobRole, layout: Layout) -> float:
-        itemsize = ITEMSIZE[role.dtype]
-        size = (4 + itemsize if itemsize == 2 else 4) if role.trained else 0
-        return size * max(held.all for held in counts.stage_elements(role.hf, layout))
-
     def _extra(self, role: JobRole, layout: Layout, passes: list[Pass], static: float) -> float:
         """Activations of the fullest stage beyond the largest static part of any."""
         itemsize, most = ITEMSIZE[role.dtype], 0.0
@@ -246,6 +241,11 @@ class Options:
                 own += 4 * held.all + _optimizer_states(held, layout, itemsize)
             most = max(most, own + max((found.activations[stage] for found in passes), default=0.0))
         return max(0.0, most - static)
+
+
+def _release(role: JobRole) -> Release:
+    """All that can be made again: gradients, and weights that have masters."""
+    return Release(gradients=role.trained, weights=role.trained and role.dtype != "float32")
 
 
 def _optimizer_states(held: counts.Elements, layout: Layout, itemsize: int) -> float:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from hybridflow.machine import GIB
+
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -35,7 +37,6 @@ _DEFAULTS = {
 }
 
 
-GIB = 1 << 30
 _WAKE_MARGIN = GIB  # of free memory, for what the engine allocates while it generates
 
 
@@ -123,11 +124,11 @@ def wake_up(engine: "LLMEngine", tag: str) -> None:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         if free < needed:  # vLLM would say "CUDA Error: out of memory" and no more
-            held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+            rests = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # an engine's own memory is in both
             raise RuntimeError(
-                f"the rollout engine's {tag} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free on the GPU, of which torch"
-                f" holds {held / GIB:.1f} for tensors of {used / GIB:.1f}: lower roles.rollout.gpu_memory_utilization, set"
-                " roles.actor.release_weights=always or add to roles.actor.offload"
+                f"the rollout engine's {tag} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free on the GPU (torch cannot"
+                f" return {rests / GIB:.1f} more, in blocks with tensors in use): lower roles.rollout.gpu_memory_utilization,"
+                " set roles.actor.release_weights=always or add to roles.actor.offload"
             )
     engine.wake_up(tags=[tag])
 
