@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks import record  # noqa: E402
+from benchmarks import commands, record  # noqa: E402
 from benchmarks.bandwidth import device_here  # noqa: E402
 from benchmarks.bubble_case import Row, Work, measure  # noqa: E402
 from benchmarks.bubble_picture import draw  # noqa: E402
@@ -79,19 +79,23 @@ def parser() -> argparse.ArgumentParser:
     what = result.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, metavar="FILE", help="a config.json in HF format")
     what.add_argument("--sleep", type=float, default=0.0, metavar="SECONDS", help="of all forward steps of a stage, instead")
-    result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
-    result.add_argument("--split-loss", type=int, default=0, help="layers that the output layer counts as in the split")
-    result.add_argument("--sequences", type=int, default=32, help="of the global batch")
-    result.add_argument("--length", type=int, default=128, help="tokens of a sequence")
-    result.add_argument("--shortest", type=int, default=0, help="lengths are drawn from this one to --length")
+    result.add_argument("--layers", type=commands.at_least(0), default=0, help="so many instead of the model's")
+    result.add_argument(
+        "--split-loss", type=commands.at_least(0), default=0, help="layers that the output layer counts as in the split"
+    )
+    result.add_argument("--sequences", type=commands.at_least(1), default=32, help="of the global batch")
+    result.add_argument("--length", type=commands.at_least(1), default=128, help="tokens of a sequence")
+    result.add_argument("--shortest", type=commands.at_least(0), default=0, help="lengths are drawn from this one to --length")
     layouts = ROOT / "benchmarks" / "layouts" / f"bubble_{os.environ.get('WORLD_SIZE', 1)}.txt"
     result.add_argument("--rows", type=Path, default=layouts, metavar="FILE", help=f"default: {_short(layouts)}")
     result.add_argument("--row", action="append", metavar="'PP2 VPP2 M8'", help="instead of a file; may be repeated")
     result.add_argument("--forward-only", action="store_true")
     result.add_argument("--recompute", choices=RECOMPUTE, default="none")
     result.add_argument("--megatron", type=json.loads, default={}, metavar="JSON", help="fields of TransformerConfig")
-    result.add_argument("--repeat", type=int, default=10)
-    result.add_argument("--cost", type=int, default=0, metavar="ROUNDS", help="passes with and without the meter, in turn")
+    result.add_argument("--repeat", type=commands.at_least(1), default=10)
+    result.add_argument(
+        "--cost", type=commands.at_least(0), default=0, metavar="ROUNDS", help="passes with and without the meter, in turn"
+    )
     result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     result.add_argument("--out", type=Path, metavar="FILE.json")
     return result
@@ -99,14 +103,15 @@ def parser() -> argparse.ArgumentParser:
 
 def read_inputs(arguments: argparse.Namespace, world: int) -> tuple[list[Row], Work, dict[str, Any]]:
     """The rows, their work and the model's fields. Raises ValueError if they don't fit."""
+    commands.check_out(arguments.out)
+    if not arguments.row and not arguments.rows.is_file():
+        raise ValueError(f"--rows {_short(arguments.rows)}: no such file: give the layouts of {world} ranks by --row")
     lines = arguments.row or arguments.rows.read_text().splitlines()
     texts = [line.partition("#")[0].strip() for line in lines]
     split = Split(loss=arguments.split_loss)
     rows = [read_row(text, world, split) for text in texts if text]
     file = arguments.model or ROOT / "configs/models/tiny.json"
-    fields = json.loads(file.read_text())
-    if arguments.layers:
-        fields["num_hidden_layers"] = arguments.layers
+    fields = commands.read_model(file, arguments.layers)
     drawn = random.Random(1)
     shortest = arguments.shortest or arguments.length
     work = Work(

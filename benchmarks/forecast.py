@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 
-from benchmarks import record  # noqa: E402
+from benchmarks import commands, record  # noqa: E402
 from hybridflow.config.schema import ConfigError  # noqa: E402
 from hybridflow.planner.calibration import GIB, Calibration  # noqa: E402
 from hybridflow.planner.records import Run, calibrate, read_runs  # noqa: E402
@@ -61,9 +61,11 @@ class Choice(NamedTuple):
 def main() -> int:
     arguments = parser().parse_args()
     try:
+        commands.check_out(arguments.out)
+        commands.check_out(arguments.save, "--save")
         start = Calibration.read(arguments.calibration) if arguments.calibration else Calibration()
         seen = [run for path in arguments.calibrate for run in read_runs(path)]
-        unseen = [run for path in arguments.compare for run in read_runs(path)]
+        unseen = [run for path in arguments.compare for run in read_runs(path, "--compare")]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -92,9 +94,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--calibration", type=Path, metavar="FILE", help="where the fit starts (`hybridflow plan --save`)")
     result.add_argument("--compare", nargs="+", required=True, type=Path, metavar="RESULTS.json", help="runs to foretell")
     result.add_argument("--save", type=Path, metavar="FILE", help="write the calibration")
-    result.add_argument("--seconds", type=float, default=0.25, metavar="SHARE", help="error that a forecast of time may have")
-    result.add_argument("--memory", type=float, default=0.1, metavar="SHARE", help="likewise of memory")
-    result.add_argument("--choice", type=float, default=0.05, metavar="SHARE", help="what its first choice may cost")
+    result.add_argument(
+        "--seconds", type=commands.share, default=0.25, metavar="SHARE", help="error that a forecast of time may have"
+    )
+    result.add_argument("--memory", type=commands.share, default=0.1, metavar="SHARE", help="likewise of memory")
+    result.add_argument("--choice", type=commands.share, default=0.05, metavar="SHARE", help="what its first choice may cost")
     result.add_argument("--out", type=Path, metavar="FILE.json")
     return result
 

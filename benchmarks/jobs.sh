@@ -13,6 +13,10 @@ OUT='' DRY_RUN='' LIST='' ONLY='' parts=''
 jobs_script=$PWD/benchmarks/$(basename "$0")
 jobs_table=()
 jobs_failed=0
+jobs_running=''
+trap 'jobs_stop 130' INT
+trap 'jobs_stop 143' TERM
+trap 'jobs_stop 129' HUP
 
 options() {
   local part
@@ -29,7 +33,8 @@ options() {
     shift
   done
   : "${parts:=$every}"
-  [[ -n $OUT || -n $LIST ]] || { echo "error: --out is missing: the folder of the results" >&2 && exit 2; }
+  [[ -z $LIST || -n $OUT ]] || OUT=OUT
+  [[ -n $OUT ]] || { echo "error: --out is missing: the folder of the results" >&2 && exit 2; }
   for part in $parts; do
     [[ " $every " == *" $part "* ]] || { echo "error: --parts: there is no $part" >&2 && exit 2; }
   done
@@ -37,6 +42,13 @@ options() {
 
 jobs_usage() { # the comment at the script's head
   sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$jobs_script"
+  exit "$1"
+}
+
+jobs_stop() { # what runs ends with this script: it has a process group of its own, which signals for this one do not reach
+  trap '' INT TERM HUP
+  [[ -z $jobs_running ]] || { kill -TERM "$jobs_running" && wait "$jobs_running"; }
+  echo "stopped by a signal" >&2
   exit "$1"
 }
 
@@ -53,8 +65,11 @@ job() {
   mkdir -p "$OUT/logs"
   printf '=== %s, at most %s s: %s\n' "$name" "$limit" "$*"
   # torchrun ends its ranks when it is asked to; what is left after that is killed
-  timeout --kill-after=30 "$limit" "$@" > "$log" 2>&1
+  timeout --kill-after=30 "$limit" "$@" > "$log" 2>&1 < /dev/null &
+  jobs_running=$!
+  wait "$jobs_running"
   status=$?
+  jobs_running=''
   seconds=$((SECONDS - started))
   case $status in
     0) jobs_table+=("$(printf '%-34s %6d s  ok' "$name" "$seconds")") ;;

@@ -11,7 +11,6 @@ the baseline, on the same GPU right after the last seed. Writes JSON and, beside
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 
-from benchmarks import record  # noqa: E402
+from benchmarks import commands, record  # noqa: E402
 
 SMOOTHED = 10  # steps
 PHASES = ("release", "wake", "reshard", "rollout", "sleep", "restore", "reward", "reference", "log_probs", "update")
@@ -55,7 +54,7 @@ def main() -> None:
 
 def train(config: str, seed: int, run: Path, overrides: list[str]) -> dict:
     own = [f"run.seed={seed}", f"run.dir={run}"]
-    subprocess.run([sys.executable, "-m", "hybridflow.cli", "train", "--config", config, *overrides, *own], check=True)
+    commands.check([sys.executable, "-m", "hybridflow.cli", "train", "--config", config, *overrides, *own])
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
     warm = steps[min(5, len(steps) - 1) :]
@@ -80,7 +79,7 @@ def train(config: str, seed: int, run: Path, overrides: list[str]) -> dict:
 def plain(arguments: argparse.Namespace, out: Path, overrides: list[str]) -> dict:
     script = str(ROOT / "benchmarks" / "plain_loop.py")
     options = ["--config", arguments.config, "--steps", str(arguments.plain), "--out", str(out)]
-    subprocess.run([sys.executable, script, *options, *overrides], check=True)
+    commands.check([sys.executable, script, *options, *overrides])
     return json.loads(out.read_text())["results"]
 
 

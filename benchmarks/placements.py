@@ -11,7 +11,6 @@ after warm-up; phases that roles on ranks of their own work at beside each other
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 
-from benchmarks import record  # noqa: E402
+from benchmarks import commands, record  # noqa: E402
 
 RECIPE = """
 model: {{path: {model}, dtype: bfloat16}}
@@ -70,7 +69,7 @@ def main() -> int:
             folder = Path(temporary) / f"run{number}"
             command = [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(recipe), f"run.dir={folder}"]
             command += [*CASES[case], *overrides, *(["--dry-run"] if arguments.dry_run else [])]
-            status = subprocess.run(command, cwd=ROOT, check=False).returncode
+            status = commands.run(command)
             if status:
                 print(f"error: the job of {case!r} ended with status {status}", file=sys.stderr)
                 return status

@@ -2,18 +2,17 @@
 
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks import commands
 from hybridflow.config.model_folder import expected_tensors
 from hybridflow.data.tokenizer import ARITHMETIC, character_tokenizer
 from megatron_ext.hf_config import HFConfig
 
-ROOT = Path(__file__).parents[1]
 # Sums of numbers with two digits: a prompt of n of them has 3 n tokens
 RECIPE = """
 model: {{path: {model}, dtype: bfloat16}}
@@ -53,7 +52,7 @@ def random_model(fields: dict[str, Any], folder: Path) -> None:
 def train(recipe: Path, folder: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """The metrics of every step."""
     command = [sys.executable, "-m", "hybridflow.cli", "train", "--config", str(recipe), f"run.dir={folder}", *overrides]
-    subprocess.run(command, check=True, cwd=ROOT)
+    commands.check(command)
     return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

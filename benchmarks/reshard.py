@@ -18,7 +18,6 @@ its process. `--out X.json` also draws X.png.
 
 import argparse
 import gc
-import json
 import os
 import re
 import statistics
@@ -32,7 +31,7 @@ sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks import record  # noqa: E402
+from benchmarks import commands, record  # noqa: E402
 from benchmarks.bandwidth import Bandwidths, bandwidths  # noqa: E402
 from benchmarks.reshard_case import Case, Engines, Pair, Settings  # noqa: E402
 from megatron_ext import device  # noqa: E402
@@ -77,7 +76,7 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--model", required=True, metavar="FILE", help="a config.json in HF format")
-    result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
+    result.add_argument("--layers", type=commands.at_least(0), default=0, help="so many instead of the model's")
     for name in ("tp", "pp", "vpp", "ep", "etp", "rollout-tp"):
         result.add_argument(f"--{name}", type=int, default=1)
     result.add_argument("--rollout-ep", action="store_true", help="whole experts on every rank of an engine")
@@ -87,9 +86,11 @@ def parser() -> argparse.ArgumentParser:
         "--only", metavar="ROLLOUT", help="of the sweep, the lines with this behind the arrow, such as `TP2 EP`"
     )
     result.add_argument("--engine", action="store_true", help="write into a vLLM engine's parameters")
-    result.add_argument("--cycles", type=int, default=0, help="with --engine: rounds of sleep, wake, reshard, wake")
-    result.add_argument("--bucket-mb", type=int, default=256)
-    result.add_argument("--repeat", type=int, default=10)
+    result.add_argument(
+        "--cycles", type=commands.at_least(0), default=0, help="with --engine: rounds of sleep, wake, reshard, wake"
+    )
+    result.add_argument("--bucket-mb", type=commands.at_least(1), default=256)
+    result.add_argument("--repeat", type=commands.at_least(1), default=10)
     result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     result.add_argument("--out", type=Path, metavar="FILE.json")
     return result
@@ -97,9 +98,8 @@ def parser() -> argparse.ArgumentParser:
 
 def read_inputs(arguments: argparse.Namespace, world: int) -> tuple[dict[str, Any], HFConfig, list[Pair]]:
     """The model's fields, what they say, and the layouts to go through. Raises ValueError if they don't fit."""
-    fields = json.loads(Path(arguments.model).read_text())
-    if arguments.layers:
-        fields["num_hidden_layers"] = arguments.layers
+    commands.check_out(arguments.out)
+    fields = commands.read_model(arguments.model, arguments.layers)
     hf = HFConfig.from_dict(fields, arguments.model)
     pairs = read_sweep(arguments.sweep, world) if arguments.sweep else [pair_of(arguments, world)]
     if arguments.only:

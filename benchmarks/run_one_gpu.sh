@@ -81,7 +81,7 @@ step() {
 forecast() {
   local name found=()
   for name in update rollout; do [[ -f $OUT/$name.json ]] && found+=("$OUT/$name.json"); done
-  if [[ -z $LIST && ${#found[@]} == 0 ]]; then echo "forecast: $OUT lacks the results of update and rollout" && return 0; fi
+  if [[ -z $LIST && forecast =~ $ONLY && ${#found[@]} == 0 ]]; then echo "forecast: $OUT lacks the results of update and rollout" && return 0; fi
   TAIL=40 job forecast 120 "$PYTHON" benchmarks/forecast.py --calibration "$CALIBRATION" --compare "${found[@]}" \
     --out "$OUT/forecast.json"
 }

@@ -115,7 +115,7 @@ forecast() { # calibrated on TP2 and a rollout of one model; `tune` has runs tha
   local name seen=() others=()
   for name in update_tp2 rollout_tp2 rollout_one_gpu; do [[ -f $OUT/$name.json ]] && seen+=("$OUT/$name.json"); done
   for name in update_others unseen rollout_tp1 bubble_qwen bubble_llama; do [[ -f $OUT/$name.json ]] && others+=("$OUT/$name.json"); done
-  if [[ -z $LIST && (${#seen[@]} == 0 || ${#others[@]} == 0) ]]; then
+  if [[ -z $LIST && forecast =~ $ONLY && (${#seen[@]} == 0 || ${#others[@]} == 0) ]]; then
     echo "forecast: $OUT lacks the results of update, rollout or unseen" && return 0
   fi
   TAIL=40 job forecast 120 "$PYTHON" benchmarks/forecast.py --calibrate "${seen[@]}" --compare "${others[@]}" \

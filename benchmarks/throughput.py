@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks import record  # noqa: E402
+from benchmarks import commands, record  # noqa: E402
 from benchmarks.bandwidth import device_here, most, seconds_of  # noqa: E402
 from benchmarks.gpu_use import watched  # noqa: E402
 from benchmarks.reshard import join_world, release_memory  # noqa: E402
@@ -134,16 +134,18 @@ def run(cases: list[Case]) -> None:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--model", required=True, metavar="FILE", help="a config.json in HF format")
-    result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
+    result.add_argument("--layers", type=commands.at_least(0), default=0, help="so many instead of the model's")
     result.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    result.add_argument("--tokens", type=int, default=4096, help="of a packed micro-batch")
-    result.add_argument("--longest", type=int, default=0, help="tokens of a micro-batch's longest sequence (half of it)")
-    result.add_argument("--micro-batches", type=int, default=8, help="of a data-parallel rank")
-    result.add_argument("--prompts", type=int, default=64, help="of an engine")
-    result.add_argument("--prompt-tokens", type=int, default=256)
-    result.add_argument("--response-tokens", type=int, default=256)
-    result.add_argument("--steps", type=int, default=10, help="timed ones")
-    result.add_argument("--warmup", type=int, default=3)
+    result.add_argument("--tokens", type=commands.at_least(8), default=4096, help="of a packed micro-batch")
+    result.add_argument(
+        "--longest", type=commands.at_least(0), default=0, help="tokens of a micro-batch's longest sequence (half of it)"
+    )
+    result.add_argument("--micro-batches", type=commands.at_least(1), default=8, help="of a data-parallel rank")
+    result.add_argument("--prompts", type=commands.at_least(1), default=64, help="of an engine")
+    result.add_argument("--prompt-tokens", type=commands.at_least(1), default=256)
+    result.add_argument("--response-tokens", type=commands.at_least(1), default=256)
+    result.add_argument("--steps", type=commands.at_least(1), default=10, help="timed ones")
+    result.add_argument("--warmup", type=commands.at_least(0), default=3)
     result.add_argument("--note", default="", help="what this run tries")
     result.add_argument("--row", metavar="'WORDS'", help="a measurement with these words behind the others; may be repeated")
     result.add_argument("--out", type=Path, metavar="FILE.json")
@@ -152,8 +154,7 @@ def parser() -> argparse.ArgumentParser:
 
 def model_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of the model's config.json, with `--layers`."""
-    fields = json.loads(Path(arguments.model).read_text())
-    return fields | {"num_hidden_layers": arguments.layers} if arguments.layers else fields
+    return commands.read_model(arguments.model, arguments.layers)
 
 
 def micro_batch_lengths(arguments: argparse.Namespace) -> list[int]:
@@ -170,6 +171,7 @@ def read(words: list[str], folder: Path) -> Case:
     strangers = [word for word in overrides if "=" not in word or word.startswith("-")]
     if strangers:
         raise ValueError(f"unknown arguments {strangers}: config keys have the form key=value")
+    commands.check_out(arguments.out)
     if arguments.tokens % 4 or arguments.tokens < 8:
         raise ValueError(f"--tokens={arguments.tokens} must be a multiple of 4, and 8 at least: three sequences share them")
     if arguments.longest and (arguments.longest < 4 or arguments.longest % 2 or arguments.tokens % (2 * arguments.longest)):

@@ -13,7 +13,6 @@ has results of earlier runs take part in the last lines, which say how far the p
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs from a checkout
 
-from benchmarks import record  # noqa: E402
+from benchmarks import commands, record  # noqa: E402
 from benchmarks.random_job import RECIPE, medians, random_model, train  # noqa: E402
 from hybridflow.config.load import load  # noqa: E402
 from hybridflow.config.preflight import check_shapes  # noqa: E402
@@ -43,8 +42,13 @@ MOVES = ("wake", "reshard", "release", "sleep", "restore")  # what the planner c
 def main() -> int:
     arguments, overrides = parser().parse_known_args()
     results: list[dict[str, Any]] = []
-    for file in arguments.earlier:
-        results += json.loads(file.read_text())["results"]["layouts"]
+    try:
+        commands.check_out(arguments.out)
+        for file in arguments.earlier:
+            results += read_layouts(file)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print("\n".join(line for result in results for line in table(result)))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -67,17 +71,17 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--model", type=Path, metavar="FILE", help="a config.json in HF format")
-    result.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
-    result.add_argument("--ranks", type=int, default=0)
+    result.add_argument("--layers", type=commands.at_least(0), default=0, help="so many instead of the model's")
+    result.add_argument("--ranks", type=commands.at_least(0), default=0)
     result.add_argument("--layout", action="append", default=[], metavar="'NAME: key=value ...'", help="or planner")
     result.add_argument("--with", nargs="+", default=[], type=Path, dest="earlier", metavar="RESULTS.json")
-    result.add_argument("--prompts", type=int, default=16)
-    result.add_argument("--samples", type=int, default=8, help="of a prompt")
-    result.add_argument("--mini-batches", type=int, default=2)
-    result.add_argument("--prompt-tokens", type=int, default=255, help="a multiple of 3")
-    result.add_argument("--response-tokens", type=int, default=512)
-    result.add_argument("--steps", type=int, default=12)
-    result.add_argument("--warmup", type=int, default=2)
+    result.add_argument("--prompts", type=commands.at_least(1), default=16)
+    result.add_argument("--samples", type=commands.at_least(1), default=8, help="of a prompt")
+    result.add_argument("--mini-batches", type=commands.at_least(1), default=2)
+    result.add_argument("--prompt-tokens", type=commands.at_least(1), default=255, help="a multiple of 3")
+    result.add_argument("--response-tokens", type=commands.at_least(1), default=512)
+    result.add_argument("--steps", type=commands.at_least(1), default=12)
+    result.add_argument("--warmup", type=commands.at_least(0), default=2)
     result.add_argument("--gpu", metavar="KIND", help="to plan and forecast for, such as H200; by default this machine's")
     result.add_argument("--calibration", type=Path, metavar="FILE", help="what `hybridflow plan --save` wrote")
     result.add_argument("--out", type=Path, metavar="FILE.json")
@@ -104,10 +108,9 @@ def _inputs(arguments: argparse.Namespace, overrides: Sequence[str], folder: Pat
     gpu = named(arguments.gpu) if arguments.gpu else gpu_here()
     if gpu is None and PLANNER in arguments.layout:
         raise ValueError("--layout planner: this machine has no GPU that the planner knows: give one, such as --gpu H200")
-    fields = json.loads(arguments.model.read_text())
-    if arguments.layers:
-        fields["num_hidden_layers"] = arguments.layers
-    random_model(fields, folder / "model")
+    if arguments.calibration:
+        Calibration.read(arguments.calibration)
+    random_model(commands.read_model(arguments.model, arguments.layers), folder / "model")
     sizes = {name: getattr(arguments, name) for name in ("ranks", "prompts", "samples", "mini_batches", "steps")}
     lengths = {name: getattr(arguments, name) for name in ("prompt_tokens", "response_tokens")}
     recipe = folder / "recipe.yaml"
@@ -116,6 +119,14 @@ def _inputs(arguments: argparse.Namespace, overrides: Sequence[str], folder: Pat
         if layout != PLANNER:
             check_shapes(load(recipe, [*_read(layout)[1], *overrides]))
     return gpu, recipe
+
+
+def read_layouts(file: Path) -> list[dict[str, Any]]:
+    """The layouts of an earlier run. Raises ConfigError: it has none."""
+    try:
+        return commands.read_json(file, "--with")["results"]["layouts"]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"--with {file} is not a result of whole_step.py") from error
 
 
 def _read(layout: str) -> tuple[str, list[str]]:
@@ -164,7 +175,7 @@ def _planned(arguments: argparse.Namespace, recipe: Path, overrides: Sequence[st
     command = [sys.executable, "-m", "hybridflow.cli", "plan", "--config", str(recipe), "--write", str(best), "--top", "3"]
     command += ["--gpu", gpu.name, "--gpu-memory", str(gpu.memory_bytes / GIB)]
     command += ["--calibration", str(arguments.calibration)] if arguments.calibration else []
-    subprocess.run([*command, *overrides], check=True, cwd=ROOT)
+    commands.check([*command, *overrides])
     return best
 
 

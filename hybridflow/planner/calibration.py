@@ -5,7 +5,6 @@ The file of `hybridflow plan --calibration FILE` is a JSON object of `Calibratio
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from hybridflow.config.schema import ConfigError
 
 GIB = 1 << 30
+MOST = 1e15  # of a coefficient: no forecast overflows
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,12 @@ class Calibration:
             raise ConfigError(f"--calibration {path} holds a {type(values).__name__}: give an object with {', '.join(names)}")
         for name, value in values.items():
             if name not in names:
-                raise ConfigError(f"--calibration {path}: unknown key {name}: use {', '.join(names)}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"--calibration {path}: {name}={value!r} is not a number above 0")
+                raise ConfigError(
+                    f"--calibration {path}: unknown key {name}, of another version perhaps, which is to be fitted again: use"
+                    f" {', '.join(names)}"
+                )
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST:
+                raise ConfigError(f"--calibration {path}: {name}={value!r:.40} is not a number above 0 and below {MOST:g}")
         return cls(**values)
 
     def write(self, path: str | Path) -> None:

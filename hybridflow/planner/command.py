@@ -28,6 +28,8 @@ from hybridflow.planner.search import Placement, Search
 from megatron_ext.hf_config import HFConfig
 
 MOST_GIB = 100_000
+# The layout that suits any number of ranks
+PLAIN = ("ranks=all", "tp=1", "pp=1", "vpp=1", "cp=1", "ep=1", "etp=1", "sequence_parallel=false", "split.stages=[]")
 PHASES = ("phase", "role", "GPUs", "seconds", "GiB/GPU", "time goes to")
 
 
@@ -39,10 +41,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """
     shown = Shown()
     _check_outputs(arguments)
-    cluster_keys = {"nodes": arguments.nodes, "ranks_per_node": arguments.gpus_per_node}
-    overrides = overrides + [f"cluster.{key}={value}" for key, value in cluster_keys.items() if value is not None]
-    config = load(arguments.config, overrides)
-    models = check_shapes(config)
+    config, models, refused = _job(arguments, overrides)
     machine = Machine(_cluster(arguments, config), _calibration(arguments, shown))
     work = workload(config, arguments.prompt_tokens, arguments.response_tokens)
     shown.line(
@@ -50,17 +49,40 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
         f" a step of {work.samples} samples, {work.prompt_tokens:g} + {work.response_tokens:g} tokens each on average"
     )
     try:
-        as_configured(shown, config, models, machine, work)
-        refused = None
+        if not refused:
+            as_configured(shown, config, models, machine, work)
     except ConfigError as error:
         refused = error
-        if not arguments.no_search:
-            shown.line(f"the job as configured cannot run: {error}")
     if not arguments.no_search:
+        if refused:
+            shown.line(f"the job as configured cannot run: {refused}")
         _search(shown, arguments, config, models, machine, work)
     if refused:
         raise refused
     return 0
+
+
+def _job(arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, dict[str, HFConfig], ConfigError | None]:
+    """The job on the cluster that is asked about, and why it cannot run as configured, where its layouts, which are for another
+    cluster perhaps, do not suit. Then it has the plainest ones, and the search finds others."""
+    keys = {"nodes": arguments.nodes, "ranks_per_node": arguments.gpus_per_node}
+    cluster = [f"cluster.{key}={value}" for key, value in keys.items() if value is not None]
+    try:
+        config = load(arguments.config, [*overrides, *cluster])
+        return config, check_shapes(config), None
+    except ConfigError as error:
+        if arguments.no_search:
+            raise
+        refused = error
+    try:
+        own = load(arguments.config, overrides)
+        plain = [f"roles.{name}.{key}" for name in own.megatron_roles() for key in PLAIN]
+        plain += ["roles.rollout.ranks=all", "roles.rollout.tp=1", "roles.rollout.expert_parallel=false"]
+        plain += [f"roles.{name}.ranks=all" for name in own.scoring_roles()]
+        config = load(arguments.config, [*overrides, *cluster, *plain])
+        return config, check_shapes(config), refused
+    except ConfigError:
+        raise refused from None  # something else is wrong as well
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

@@ -72,24 +72,24 @@ def calibrate(start: Calibration, runs: Sequence[Run]) -> Calibration:
     return fit(start, names, predict, np.array([run.seconds for run in runs]))
 
 
-def read_runs(path: str | Path) -> list[Run]:
-    """The runs of a result file.
+def read_runs(path: str | Path, option: str = "--calibrate") -> list[Run]:
+    """The runs of a result file, which the user gave by `option`.
 
     Raises:
         ConfigError: no such file, no runs in it, or a run that lacks a field; names them.
     """
     if not Path(path).is_file():
-        raise ConfigError(f"--calibrate {path}: no such file")
+        raise ConfigError(f"{option} {path}: no such file")
     try:
         results = json.loads(Path(path).read_text())["results"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"--calibrate {path} is not a benchmark's JSON with `results`: {error!r}") from error
+        raise ConfigError(f"{option} {path} is not a benchmark's JSON with `results`: {error!r}") from error
     rows = results.get("runs") or results.get("rows") or [] if isinstance(results, dict) else []
     if not isinstance(rows, list):
-        raise ConfigError(f"--calibrate {path} holds a {type(rows).__name__} of runs: give a list")
-    runs = [_read(row, f"--calibrate {path}: run {number}") for number, row in enumerate(rows)]
+        raise ConfigError(f"{option} {path} holds a {type(rows).__name__} of runs: give a list")
+    runs = [_read(row, f"{option} {path}: run {number}") for number, row in enumerate(rows)]
     if not runs:
-        raise ConfigError(f"--calibrate {path} has neither results.runs nor benchmarks/reshard.py's results.rows")
+        raise ConfigError(f"{option} {path} has neither results.runs nor benchmarks/reshard.py's results.rows")
     return runs
 
 

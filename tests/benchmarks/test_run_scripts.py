@@ -1,12 +1,17 @@
 """The scripts that run many figures: every command that they list has files and options that exist."""
 
 import shlex
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import bubble, forecast, reshard, throughput, whole_step
+from tests.processes import living
 
 ROOT = Path(__file__).parents[2]
 PARSERS = {module.__name__.rpartition(".")[2]: module.parser for module in (bubble, forecast, reshard, throughput, whole_step)}
@@ -65,3 +70,36 @@ def test_a_job_that_fails_or_takes_too_long_is_in_the_table(tmp_path):
     assert (tmp_path / "jobs.txt").read_text().splitlines() == table and (
         tmp_path / "logs" / "good.log"
     ).read_text() == "fine\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stopped_script_leaves_nothing_running(tmp_path, number):
+    """A job of two processes, neither of them in the script's own process group."""
+    command = f"sleep 300 & echo $! > {tmp_path}/inner; echo $$ > {tmp_path}/outer; wait"
+    script = f"source benchmarks/jobs.sh; OUT={tmp_path}; job long 300 bash -c '{command}'; job next 60 touch {tmp_path}/next"
+    with subprocess.Popen(["bash", "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:
+        jobs = [process(tmp_path / name) for name in ("inner", "outer")]
+        started.send_signal(number)
+        assert "stopped by a signal" in started.communicate(timeout=60)[1]
+    assert started.returncode == 128 + number
+    assert living(jobs) == []
+    assert not (tmp_path / "next").exists()
+
+
+def test_a_stopped_benchmark_ends_its_job(tmp_path):
+    command = f"echo $$ > {tmp_path}/job; exec sleep 300"
+    code = f"from benchmarks import commands; commands.run(['bash', '-c', {command!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as started:
+        job = process(tmp_path / "job")
+        started.terminate()
+        assert started.wait(60) == 128 + signal.SIGTERM
+    assert living([job]) == []
+
+
+def process(file: Path) -> psutil.Process:
+    """The one that wrote its number into `file`, once it has."""
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return psutil.Process(int(file.read_text()))

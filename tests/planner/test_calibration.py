@@ -135,8 +135,10 @@ def test_what_was_written_is_read_again(tmp_path):
         (None, "no such file"),
         ("{", "is not valid JSON"),
         ("[1]", "holds a list: give an object with matrix, "),
-        ('{"matrx": 1}', "unknown key matrx: use matrix, "),
+        ('{"matrx": 1}', "unknown key matrx, of another version perhaps, .*: use matrix, "),
         ('{"matrix": 0}', "matrix=0 is not a number above 0"),
+        (f'{{"matrix": {"9" * 400}}}', "is not a number above 0 and below 1e"),
+        ('{"matrix": 1e308}', "matrix=1e.308 is not a number above 0 and below 1e"),
         ('{"matrix": true}', "matrix=True is not a number above 0"),
     ],
 )

@@ -73,6 +73,25 @@ def test_another_cluster(path, capsys):
     assert "cluster: {nodes: 2, ranks_per_node: 8}" in out
 
 
+def test_a_layout_for_another_cluster_is_searched_anew(path, tmp_path, capsys):
+    """TP2 on a node of a single GPU, and on three: what is wrong is said, and a layout found."""
+    written = tmp_path / "best.yaml"
+    keys = ["roles.actor.recompute=full", "roles.reference.offload=[params]", "roles.actor.offload=[optimizer]"]
+    for gpus in ("1", "3"):
+        asked = ["plan", "--config", str(path), "--gpu", "H200", "--gpu-memory", "280", "--gpus-per-node", gpus, *keys]
+        assert cli.main([*asked, "--write", str(written)]) == 2
+        out, err = capsys.readouterr()
+        assert f"the job as configured cannot run: {err.removeprefix('hybridflow: error: ').strip()}" in out
+        assert "as configured: " not in out and "the best: " in out
+        chosen = load(written)
+        assert chosen.world_size == int(gpus) and {chosen.roles.actor.tp, chosen.roles.rollout.tp} == {1}
+        assert cli.main([*asked, "--no-search"]) == 2
+        assert "the best: " not in capsys.readouterr().out
+    assert cli.main(["plan", "--config", str(path), "--gpu", "H200", "--gpus-per-node", "1", "batch.prompts=0"]) == 2
+    out, err = capsys.readouterr()
+    assert "batch.prompts=0" in err and "the best: " not in out
+
+
 def test_what_cannot_fit_ends_with_status_2_and_what_would_fit(path, capsys):
     arguments = ["plan", "--config", str(path), "--gpu", "H100", "roles.rollout.gpu_memory_utilization=0.95"]
     assert cli.main([*arguments, "--no-search"]) == 2
