@@ -27,9 +27,9 @@ class Calibration:
     `matrix`, `layer_seconds` and `optimizer` are fitted to the TP2 runs, and to them only, of a 7.6B model on two H200s
     (benchmarks/results/h200x2/update_tp2.json); the wire's to NCCL all-gathers of 16 MiB to 2 GiB there; `decode_memory` to 128
     sequences of that model on one of them (h200x2/rollout_one_gpu.json), Python's seconds of decoding to 512 of a small one
-    (smollm2_h200_step.json); those of waking, releasing, resharding, eager decoding and `fixed_bytes` to whole jobs in
-    benchmarks/results/. `experts`, `attention`, `memory`, `network`, `host_link` and `decode_transfer_seconds` are assumptions
-    as yet.
+    (smollm2_h200_step.json); those of waking, releasing, resharding, eager decoding, `engine_bytes` and `fixed_bytes` to whole
+    jobs in benchmarks/results/. `experts`, `attention`, `memory`, `network`, `host_link` and `decode_transfer_seconds` are
+    assumptions as yet.
     """
 
     matrix: float = 0.887  # share of bf16 peak of matrix products
@@ -52,6 +52,7 @@ class Calibration:
     sleep_seconds: float = 0.07
     release_seconds_per_gib: float = 4.8e-3  # of training's memory that leaves for the engine and comes back
     host_link: float = 45e9  # bytes a second between a GPU and page-locked host memory
+    engine_bytes: float = 2.5 * GIB  # of an engine's share of a GPU, for activations and CUDA graphs: not for its KV cache
     fixed_bytes: float = 7.8 * GIB  # CUDA contexts, communicators, workspaces, what a sleeping engine keeps
 
     @classmethod

@@ -271,7 +271,7 @@ def engine_task(config: Config, hf: HFConfig, work: Workload, machine: Machine) 
     role, total = config.roles.rollout, machine.cluster.gpu.memory_bytes
     engines = config.layout("rollout").dp
     weights = engine_weights(config, hf)
-    memory = role.gpu_memory_utilization * total
+    memory = role.gpu_memory_utilization * total - machine.calibration.engine_bytes
     if role.engine_args.get("kv_cache_memory_bytes"):
         memory = weights + int(role.engine_args["kv_cache_memory_bytes"])
     task = EngineTask(
@@ -289,10 +289,10 @@ def engine_task(config: Config, hf: HFConfig, work: Workload, machine: Machine) 
     )
     if task.concurrency < 1:
         raise ConfigError(
-            f"roles.rollout.gpu_memory_utilization={role.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves"
-            f" {task.kv_memory / GIB:.1f} GiB beside vLLM's weights of {weights / GIB:.1f}, and a sequence of"
-            f" {work.mean:.0f} tokens needs {task.sequence_bytes / GIB:.1f} of KV cache: raise it, or"
-            f" roles.rollout.tp={role.tp}"
+            f"roles.rollout.gpu_memory_utilization={role.gpu_memory_utilization} of {total / GIB:.1f} GiB:"
+            f" {role.gpu_memory_utilization * total / GIB:.1f} GiB are too few for vLLM's weights of {weights / GIB:.1f}, its"
+            f" activations of about {machine.calibration.engine_bytes / GIB:.1f} and {task.sequence_bytes / GIB:.2f} of KV cache"
+            f" for one sequence of {work.mean:.0f} tokens: raise it, or roles.rollout.tp={role.tp}"
         )
     return task
 

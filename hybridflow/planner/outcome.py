@@ -49,15 +49,15 @@ def configured(config: Config, placement: Placement, cluster: Cluster) -> Config
         ranks = "all" if pool.gpus == found.world_size else [f"{first}-{first + pool.gpus - 1}"]
         first += pool.gpus
         for option in pool.options:
-            _configure(roles[option.role], option, ranks)
+            _configure(roles[option.role], option, ranks, makes_room=pool.engine is None or pool.engine.sleeps)
         if pool.engine:
             rollout = found.roles.rollout
             rollout.ranks, rollout.tp, rollout.gpu_memory_utilization = ranks, pool.engine.tp, pool.engine.utilization
-            rollout.expert_parallel, rollout.sleep = False, bool(pool.options)
+            rollout.expert_parallel, rollout.sleep = False, pool.engine.sleeps
     return found
 
 
-def _configure(role: MegatronRoleConfig, option: Option, ranks: Any) -> None:
+def _configure(role: MegatronRoleConfig, option: Option, ranks: Any, makes_room: bool) -> None:
     layout = option.layout
     role.ranks = ranks
     role.tp, role.pp, role.vpp, role.cp, role.ep, role.etp = layout.tp, layout.pp, layout.vpp, 1, layout.ep, 1
@@ -69,6 +69,6 @@ def _configure(role: MegatronRoleConfig, option: Option, ranks: Any) -> None:
     if isinstance(role, TrainedConfig):
         role.micro_batch_tokens, role.release_weights = option.update_tokens, "auto"
         # with anything to offload, training's cache of activations goes to the engine as well
-        role.offload = ["grads", "optimizer"] if option.offload else ["grads"]
+        role.offload = ["grads"] * makes_room + ["optimizer"] * option.offload
     elif option.offload:
         role.offload = ["params"]

@@ -34,12 +34,14 @@ MOST_OF_A_GPU = 0.9  # for the engine
 
 @dataclass(frozen=True)
 class Engine:
-    """The rollout of a pool: `causes` of its seconds, transitions among them. `utilization`: of a GPU's memory."""
+    """The rollout of a pool: `causes` of its seconds, `around` of the transitions before and after. `utilization`: of a GPU's
+    memory. `sleeps`: while the pool's other roles work."""
 
     tp: int
     utilization: float
     causes: Causes
     around: Causes
+    sleeps: bool
 
     @property
     def seconds(self) -> float:
@@ -122,12 +124,14 @@ class Search:
 
     def _pool_phases(self, pool: PoolPlan) -> Iterator[Phase]:
         fixed = Part("fixed", int(self.machine.calibration.fixed_bytes))
+        static = [Part(f"{option.role} while training", int(option.static)) for option in pool.options if option.static]
         if pool.engine:
             vllm = Part("vLLM", int(pool.engine.utilization * self.machine.cluster.gpu.memory_bytes))
-            beside = [Part(f"{option.role} at rest", int(option.resting)) for option in pool.options if option.resting]
+            resting = [Part(f"{option.role} at rest", int(option.resting)) for option in pool.options if option.resting]
+            beside = resting if pool.engine.sleeps else static
             yield Phase("reshard", "rollout", ENGINE, pool.gpus, pool.engine.around)
             yield Phase("rollout", "rollout", ENGINE, pool.gpus, pool.engine.causes, parts=(vllm, *beside, fixed))
-        static = [Part(f"{option.role} while training", int(option.static)) for option in pool.options if option.static]
+            static = static if pool.engine.sleeps else [vllm, *static]
         for option in pool.options:
             inferred, updated = self.options.passes(self.roles[option.role], option)
             for stage, found, times in (("experience", inferred, 1), ("update", updated, self.work.updates)):
@@ -211,8 +215,9 @@ class Search:
             costs = costs[fits]
             if ENGINE not in names:
                 costs[:, [*range(2, seconds), resting]] = 0  # nothing rests beside an engine, and nothing is read from here
-            if name == roles[-1]:
-                costs[:, [static, extra]] = 0  # what fits fits
+            if name == roles[-1]:  # what fits fits, and an engine that stays awake has what both leave
+                costs[:, static] += costs[:, extra] if ENGINE in names else -costs[:, static]
+                costs[:, extra] = 0
             kept = fits[front(costs, tolerances(costs, seconds, self.options.capacity))]
             found = [(*found[index // len(more)], more[index % len(more)]) for index in kept.tolist()]
         return found
@@ -222,20 +227,24 @@ class Search:
             yield PoolPlan(gpus, options, None)
             return
         for index, tp in enumerate(self.options.engine_sizes):
-            engine = self._engine(gpus, tp, index, options) if gpus % tp == 0 else None
-            if engine:
-                yield PoolPlan(gpus, options, engine)
+            for sleeps in (True, False) if options else (False,):
+                engine = self._engine(gpus, tp, index, options, sleeps) if gpus % tp == 0 else None
+                if engine:
+                    yield PoolPlan(gpus, options, engine)
 
-    def _engine(self, gpus: int, tp: int, index: int, options: tuple[Option, ...]) -> Engine | None:
+    def _engine(self, gpus: int, tp: int, index: int, options: tuple[Option, ...], sleeps: bool) -> Engine | None:
         """The engine in the memory that the roles leave; None where its weights or one sequence do not fit."""
         machine, work, hf = self.machine, self.work, self.roles["actor"].hf
         total, calibration = machine.cluster.gpu.memory_bytes, machine.calibration
-        resting = sum(option.resting for option in options)
-        free = self.options.capacity - resting
+        if sleeps:
+            beside = sum(option.resting for option in options)
+        else:
+            beside = sum(option.static for option in options) + max((option.extra for option in options), default=0.0)
+        free = self.options.capacity - beside
         utilization = floor(100 * min(MOST_OF_A_GPU, free / total)) / 100
         weights = self._itemsize * engine_elements(hf, tp)
         actor = next((option for option in options if option.role == "actor"), None)
-        if actor and weights + actor.weights > free:
+        if actor and sleeps and weights + actor.weights > free:
             return None  # when the weights arrive, the actor's are still there
         engines = gpus // tp
         task = EngineTask(
@@ -245,7 +254,7 @@ class Search:
             prompts=-(-work.prompts // engines),
             prompt_tokens=work.prompt_tokens,
             response_tokens=work.response_tokens,
-            memory=utilization * total,
+            memory=utilization * total - calibration.engine_bytes,
             weights=weights,
             itemsize=self._itemsize,
         )
@@ -254,15 +263,16 @@ class Search:
         if actor is None:
             around = {"weights over the network": broadcast_seconds(machine, weights)}
         else:
-            around = {
-                "reshard": actor.reshard[index],
+            around = {"reshard": actor.reshard[index]}
+        if sleeps:
+            around |= {
                 "wake": wake_seconds(machine, weights),
                 "sleep": calibration.sleep_seconds,
                 "release": release_seconds(machine, sum(option.leaving for option in options)),
             }
         if task not in self._rollouts:
             self._rollouts[task] = rollout(machine, task)
-        return Engine(tp, utilization, self._rollouts[task], around)
+        return Engine(tp, utilization, self._rollouts[task], around, sleeps)
 
 
 def placements(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:

@@ -123,7 +123,10 @@ def test_what_cannot_fit_ends_with_status_2_and_what_would_fit(path, capsys):
         (["--gpu", "H200", "--save", "x.json"], "--save x.json has nothing to write: give --calibrate RESULTS.json"),
         (["--gpu", "H200", "--calibration", "x.json"], "--calibration x.json: no such file"),
         (["--gpu", "H200", "--calibrate", "x.json"], "--calibrate x.json: no such file"),
-        (["--gpu", "A100", "--gpu-memory", "12"], "roles.rollout.gpu_memory_utilization=0.3 of 12.0 GiB leaves -3.5 GiB"),
+        (
+            ["--gpu", "A100", "--gpu-memory", "12"],
+            "roles.rollout.gpu_memory_utilization=0.3 of 12.0 GiB: 3.6 GiB are too",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(path, monkeypatch, capsys, arguments, message):

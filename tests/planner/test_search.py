@@ -15,7 +15,7 @@ from hybridflow.planner import options
 from hybridflow.planner.calibration import GIB, Calibration
 from hybridflow.planner.forecast import Workload, forecast, workload
 from hybridflow.planner.hardware import Cluster, named
-from hybridflow.planner.memory import memory_plan
+from hybridflow.planner.memory import Release, memory_plan
 from hybridflow.planner.options import JobRole, front
 from hybridflow.planner.outcome import configured, job_roles, why_slower
 from hybridflow.planner.passes import Machine
@@ -153,16 +153,22 @@ def test_the_configs_of_all_placements_are_accepted_and_forecast_alike(tmp_path,
         assert {phase.name for phase in search.phases(best)} == {phase.name for phase in found.phases}
 
 
-def test_what_it_counts_on_is_what_the_job_does(tmp_path):
-    """An engine that has all the room beside the optimizer's states: the weights have to go, as the search took for granted."""
+@pytest.mark.parametrize(("prompts", "response_tokens", "sleeps"), [(64, 2048, True), (8, 512, False)])
+def test_what_it_counts_on_is_what_the_job_does(tmp_path, prompts, response_tokens, sleeps):
+    """An engine that has all the room beside the optimizer's states: the weights have to go, as the search took for granted.
+    And one that has enough beside all of training: it stays awake, and nothing goes."""
     random_model(json.loads((ROOT / "configs" / "models" / "qwen2_7b.json").read_text()), tmp_path / "model")
-    sizes = {"ranks": 2, "prompts": 8, "samples": 8, "mini_batches": 2, "steps": 1, "prompt_tokens": 255, "terms": 85}
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tmp_path / "model", response_tokens=512, **sizes))
+    sizes = {"ranks": 2, "prompts": prompts, "samples": 8, "mini_batches": 2, "steps": 1, "prompt_tokens": 255, "terms": 85}
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tmp_path / "model", response_tokens=response_tokens, **sizes))
     config = load(tmp_path / "recipe.yaml")
     models, work, machine = check_shapes(config), workload(config), Machine(h200s(2))
     search = Search(job_roles(config, models, work), machine, work)
-    chosen = configured(config, search.run()[0], machine.cluster)
+    best = search.run()[0]
+    chosen = configured(config, best, machine.cluster)
     total = machine.cluster.gpu.memory_bytes
-    assert memory_plan(chosen, models, total).releases["actor"].weights
+    assert chosen.roles.rollout.sleep == sleeps
+    assert memory_plan(chosen, models, total).releases["actor"] == Release(gradients=sleeps, weights=sleeps)
+    found = forecast(chosen, check_shapes(chosen), machine, work)
+    assert found.seconds == pytest.approx(best.seconds) and found.fullest().nbytes < total
     found = forecast(chosen, models, machine, work)
     assert 0.9 * total < found.fullest().nbytes <= (1 - options.RESERVE) * total
