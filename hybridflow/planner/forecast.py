@@ -291,7 +291,7 @@ def engine_task(config: Config, hf: HFConfig, work: Workload, machine: Machine) 
         raise ConfigError(
             f"roles.rollout.gpu_memory_utilization={role.gpu_memory_utilization} of {total / GIB:.1f} GiB:"
             f" {role.gpu_memory_utilization * total / GIB:.1f} GiB are too few for vLLM's weights of {weights / GIB:.1f}, its"
-            f" activations of about {machine.calibration.engine_bytes / GIB:.1f} and {task.sequence_bytes / GIB:.2f} of KV cache"
+            f" activations of some {machine.calibration.engine_bytes / GIB:.1f} and {task.sequence_bytes / GIB:.2f} of KV cache"
             f" for one sequence of {work.mean:.0f} tokens: raise it, or roles.rollout.tp={role.tp}"
         )
     return task

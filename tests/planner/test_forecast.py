@@ -147,6 +147,6 @@ def test_a_cache_without_room_for_a_sequence_is_refused(tmp_path):
     tokens = "roles.actor={micro_batch_tokens: 32768, forward_micro_batch_tokens: 32768, release_weights: never}"
     with pytest.raises(
         ConfigError,
-        match="15.4 GiB are too few for vLLM's weights of 14.2, its activations of about 2.5 and 1.66 of KV cache for",
+        match="15.4 GiB are too few for vLLM's weights of 14.2, its activations of some 2.5 and 1.66 of KV cache for",
     ):
         forecast_of(config(tmp_path, tokens, "roles.rollout.gpu_memory_utilization=0.11", sampling=sampling))
