@@ -1,5 +1,6 @@
 """The scripts that run many figures: every command that they list has files and options that exist."""
 
+import functools
 import shlex
 import signal
 import subprocess
@@ -77,7 +78,10 @@ def test_a_stopped_script_leaves_nothing_running(tmp_path, number):
     """A job of two processes, neither of them in the script's own process group."""
     command = f"sleep 300 & echo $! > {tmp_path}/inner; echo $$ > {tmp_path}/outer; wait"
     script = f"source benchmarks/jobs.sh; OUT={tmp_path}; job long 300 bash -c '{command}'; job next 60 touch {tmp_path}/next"
-    with subprocess.Popen(["bash", "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:
+    options = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    # a shell cannot heed what it was started to ignore, as tests under nohup are
+    heeding = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(["bash", "-c", script], preexec_fn=heeding, **options) as started:
         jobs = [process(tmp_path / name) for name in ("inner", "outer")]
         started.send_signal(number)
         assert "stopped by a signal" in started.communicate(timeout=60)[1]
