@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[1]
 ENDS_WITHIN = 60  # seconds, that a command has for its end before it is killed
 
 
-def run(command: Sequence[str]) -> int:
-    """The exit status of a command in the repository's root. Asked to end meanwhile (SIGTERM, Ctrl-C), this process ends the
+def run(command: Sequence[str], folder: Path | None = ROOT) -> int:
+    """The exit status of a command in `folder`, None being this process's own. Asked to end meanwhile (SIGTERM, Ctrl-C), this process ends the
     command first."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with subprocess.Popen(command, cwd=ROOT) as started:
+        with subprocess.Popen(command, cwd=folder) as started:
             try:
                 return started.wait()
             except BaseException:
@@ -36,13 +36,13 @@ def run(command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def check(command: Sequence[str]) -> None:
+def check(command: Sequence[str], folder: Path | None = ROOT) -> None:
     """`run`, for a command that must succeed.
 
     Raises:
         CalledProcessError: its exit status was not 0.
     """
-    status = run(command)
+    status = run(command, folder)
     if status:
         raise subprocess.CalledProcessError(status, list(command))
 

@@ -54,7 +54,7 @@ def main() -> None:
 
 def train(config: str, seed: int, run: Path, overrides: list[str]) -> dict:
     own = [f"run.seed={seed}", f"run.dir={run}"]
-    commands.check([sys.executable, "-m", "hybridflow.cli", "train", "--config", config, *overrides, *own])
+    commands.check([sys.executable, "-m", "hybridflow.cli", "train", "--config", config, *overrides, *own], folder=None)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
     warm = steps[min(5, len(steps) - 1) :]
@@ -79,7 +79,7 @@ def train(config: str, seed: int, run: Path, overrides: list[str]) -> dict:
 def plain(arguments: argparse.Namespace, out: Path, overrides: list[str]) -> dict:
     script = str(ROOT / "benchmarks" / "plain_loop.py")
     options = ["--config", arguments.config, "--steps", str(arguments.plain), "--out", str(out)]
-    commands.check([sys.executable, script, *options, *overrides])
+    commands.check([sys.executable, script, *options, *overrides], folder=None)
     return json.loads(out.read_text())["results"]
 
 
