@@ -18,8 +18,8 @@ ENDS_WITHIN = 60  # seconds, that a command has for its end before it is killed
 
 
 def run(command: Sequence[str], folder: Path | None = ROOT) -> int:
-    """The exit status of a command in `folder`, None being this process's own. Asked to end meanwhile (SIGTERM, Ctrl-C), this process ends the
-    command first."""
+    """The exit status of a command in `folder`, None being this process's own. Asked to end meanwhile (SIGTERM, Ctrl-C), this
+    process ends the command first."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with subprocess.Popen(command, cwd=folder) as started:
